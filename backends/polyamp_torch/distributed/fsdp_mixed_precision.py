@@ -10,7 +10,7 @@ would use rounded weights too. `fully_shard` and `mixed_precision_policy` are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from polyamp_torch.compat import (
     GatheredParameter,
     fsdp2_state,
     gathered_fsdp2_parameters,
-    module_children,
 )
 from polyamp_torch.precision.cast_mode import dtype_in_module
 from polyamp_torch.precision.torch_only.module_paths import resolve_policy, unwrapped_paths
@@ -121,70 +120,55 @@ def fully_shard(
     if fsdp2_state(model) is not None:
         raise UnsupportedError("the model is sharded already; fully_shard is called once for each model.")
     plan = resolve_policy(model, policy)
-    for unit in _sharded_units(model, plan, _selected_modules(model, policy, modules)):
-        shard(unit.module, mesh=mesh, mp_policy=unit.policy, **options)
+    for unit, mp_policy in _sharded_units(model, plan, _selected_modules(model, policy, modules)):
+        shard(unit, mesh=mesh, mp_policy=mp_policy, **options)
     mp_policy = _unit_policy(plan, None, casts_inputs=True, output=plan.output)
     sharded: FSDPModule = shard(model, mesh=mesh, mp_policy=mp_policy, **options)
     return sharded
 
 
-class _ShardedUnit(NamedTuple):
-    """A module below the root that forms its own FSDP2 unit."""
-
-    module: nn.Module
-    policy: MixedPrecisionPolicy
-
-
 class _UnitContext(NamedTuple):
-    """Context of a module: its unit's gathered dtype, the enclosing module's compute dtype, and that module."""
+    """Context of a module's children: the dtype in which it is gathered, its compute dtype, and the module."""
 
     gathered: str
     computes: str
     owner: nn.Module
 
 
-def _sharded_units(model: nn.Module, plan: ResolvedPolicy, selected: set[int]) -> Iterator[_ShardedUnit]:
-    """Yield the modules below the root that form their own units, the inner ones first."""
+def _sharded_units(
+    model: nn.Module, plan: ResolvedPolicy, selected: set[int]
+) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Return the modules below the root that form their own FSDP2 units, with their policies, the inner ones first."""
     paths = unwrapped_paths(model) if plan.overridden else {}
     found = {paths[path]: dtype for path, dtype in plan.overridden.items()}
-    seen: set[int] = {id(model)}
-
-    def inside(module: nn.Module, path: str, around: _UnitContext) -> Iterator[_ShardedUnit]:
-        for name, part in module_children(module).items():
-            if part is None or id(part) in seen or fsdp2_state(part) is not None:
-                continue
-            seen.add(id(part))
-            yield from below(part, f"{path}/{name}".lstrip("/"), around)
-
-    def below(part: nn.Module, path: str, around: _UnitContext) -> Iterator[_ShardedUnit]:
-        wanted = dtype_in_module(plan, found, path, part)
-        if next(tree_parameters(part), None) is None:
-            return
+    root = dtype_in_module(plan, found, "", model)
+    contexts = {"": _UnitContext(root, plan.compute if plan.cast else plan.param, model)}
+    units = []
+    for name, part in model.named_modules():
+        path, outer = name.replace(".", "/"), contexts.get(name.rpartition(".")[0])
+        if not name or outer is None or fsdp2_state(part) is not None or next(tree_parameters(part), None) is None:
+            continue
         if isinstance(part, _CONTAINER_CLASSES):
             if id(part) in selected:
                 raise UnsupportedError(
                     f"modules: {path!r} is a {type(part).__name__}, which is never called as a module: nothing would "
                     f"gather its parameters. Write {path + '/*'!r}."
                 )
-            yield from inside(part, path, around)
-            return
-        alone = wanted != around.gathered
-        if (alone or id(part) in selected) and isinstance(around.owner, nn.MultiheadAttention):
+            contexts[name] = outer
+            continue
+        wanted = dtype_in_module(plan, found, path, part)
+        is_unit = wanted != outer.gathered or id(part) in selected
+        if is_unit and isinstance(outer.owner, nn.MultiheadAttention):
             raise UnsupportedError(
                 f"{path!r} cannot be gathered by itself: MultiheadAttention uses its parameters without calling it. "
                 f"Name {path.rpartition('/')[0]!r} instead."
             )
         computes = found.get(path, plan.compute) if plan.cast else plan.param
-        here = _UnitContext(wanted if alone else around.gathered, computes, part)
-        yield from inside(part, path, here)
-        if alone or id(part) in selected:
-            other = computes != around.computes
-            yield _ShardedUnit(
-                part, _unit_policy(plan, wanted, casts_inputs=other, output=around.computes if other else None)
-            )
-
-    root = dtype_in_module(plan, found, "", model)
-    yield from inside(model, "", _UnitContext(root, plan.compute if plan.cast else plan.param, model))
+        contexts[name] = _UnitContext(wanted, computes, part)
+        if is_unit:
+            output = None if computes == outer.computes else outer.computes
+            units.append((part, _unit_policy(plan, wanted, casts_inputs=output is not None, output=output)))
+    return units[::-1]
 
 
 def _unit_policy(

@@ -105,8 +105,9 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
         dtype: torch.dtype | None = None,
         policy: Policy | str | None = None,
     ) -> None:
-        asked = parse_region_arguments(policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled)
-        self.policy, kind, fast, on, self._acting = asked
+        self.policy, kind, fast, on, self._acting = parse_region_arguments(
+            policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled
+        )
         self.device_type = kind
         if torch.compiler.is_compiling():  # the compiler traces the settings of a region only
             self.device, self.fast_dtype, self._enabled, self._cache_enabled = kind, fast, on, bool(cache_enabled)

@@ -87,38 +87,38 @@ class ParameterCasts:
         self.plan = plan
         self.places: list[_CastTensor] = []
         self.outer: Mapping[int, torch.Tensor] = {}
-        self._looked: set[bool] = set()
-        self._looked_at_buffers: set[bool] = set()
-        self._silent: set[int] = set()
+        self._compared_parameters: set[bool] = set()
+        self._compared_buffers: set[bool] = set()
+        self._data_writes: set[int] = set()
 
     def __enter__(self) -> None:
         # All threads share the copies, so the first thread's no_grad() must not affect them.
         with torch.inference_mode(False), torch.enable_grad():
-            self.places = self._copies()
+            self.places = self._make_copies()
         for place in self.places:
             place.slots[place.name] = place.copy
 
     def __exit__(self, *_: Any) -> None:
-        looks = self.module.training not in self._looked_at_buffers
-        self._looked_at_buffers.add(self.module.training)
+        compares_all = self.module.training not in self._compared_buffers
+        self._compared_buffers.add(self.module.training)
         for place in self.places:
-            if not isinstance(place.master, nn.Parameter) and (looks or id(place.master) in self._silent):
-                self._look(place)
-            _restore_tensor(place, silent=id(place.master) in self._silent)
+            if not isinstance(place.master, nn.Parameter) and (compares_all or id(place.master) in self._data_writes):
+                self._detect_data_write(place)
+            _restore_tensor(place, has_data_write=id(place.master) in self._data_writes)
         self.places = []
         for part in self.module.modules():
             if isinstance(part, nn.RNNBase):  # it stores a list of its weights
                 reset_flat_weights(part)
 
     @torch.no_grad()
-    def _look(self, place: _CastTensor) -> None:
-        """Detect a buffer write through `.data`, which does not increment the version counter."""
+    def _detect_data_write(self, place: _CastTensor) -> None:
+        """Detect a buffer write through `.data`, which does not increase the version counter."""
         copy, master = place.copy, place.master
         if copy is master or copy.shape != master.shape or _write_count(copy) != place.versions[1]:
             return
         before = master.to(copy.dtype)
         if bool(((copy != before) & ~(copy.isnan() & before.isnan())).any()):
-            self._silent.add(id(master))
+            self._data_writes.add(id(master))
 
     def refresh(self) -> None:
         """Make new copies if a master was written to since the copies were made."""
@@ -137,27 +137,22 @@ class ParameterCasts:
         Raises:
             UnsupportedError: a parameter was replaced, or its master was written to as well.
         """
-        looks = self.module.training not in self._looked
-        self._looked.add(self.module.training)
+        written = list(self._written())
+        self._compared_parameters.add(self.module.training)
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for _, place in self._parameters():
+        for place in written:
             master, copy = place.master, place.copy
-            written, by_hand = _write_count(copy) != place.versions[1], _write_count(master) != place.versions[0]
-            if id(master) in found or not (written or looks or id(master) in self._silent):
+            if id(master) in found:
                 continue
-            if by_hand and not written:
-                continue
-            if by_hand:
+            if _write_count(master) != place.versions[0]:
                 raise UnsupportedError(
                     f"loss_fn wrote to the parameter {place.path!r} and to its cast in the model, of which mode='cast' "
                     "can keep one. Write to the model's own parameter alone, or use mode='autocast'."
                 )
-            changed = copy.detach() != master.detach().to(copy.dtype)
-            if not written and id(master) not in self._silent:
-                if not bool(changed.any()):
-                    continue
-                self._silent.add(id(master))
+            if _write_count(copy) == place.versions[1]:
+                self._data_writes.add(id(master))
             found[id(master)] = (master, master.detach().clone())
+            changed = copy.detach() != master.detach().to(copy.dtype)
             master.copy_(torch.where(changed, copy.detach().to(master.dtype), master))
         for number, place in self._parameters() if found else ():
             if id(place.master) in found:
@@ -181,18 +176,19 @@ class ParameterCasts:
         Raises:
             UnsupportedError: a parameter that was replaced.
         """
-        looks = self.module.training not in self._looked
-        found: dict[int, torch.Tensor] = {}
+        return list({id(place.master): place.master for place in self._written()}.values())
+
+    def _written(self) -> Iterator[_CastTensor]:
+        """Yield the cast parameters that the pass wrote to, but not those of which only the master has changed."""
+        compares_all = self.module.training not in self._compared_parameters
         for _, place in self._parameters():
             master, copy = place.master, place.copy
-            by_hand = _write_count(master) != place.versions[0]  # the master has changed since it was cast
             if _write_count(copy) != place.versions[1] or (
-                not by_hand
-                and (looks or id(master) in self._silent)
+                _write_count(master) == place.versions[0]
+                and (compares_all or id(master) in self._data_writes)
                 and bool((copy.detach() != master.detach().to(copy.dtype)).any())
             ):
-                found[id(master)] = master
-        return list(found.values())
+                yield place
 
     def _parameters(self) -> Iterator[tuple[int, _CastTensor]]:
         """Yield index and entry of every cast parameter.
@@ -211,7 +207,7 @@ class ParameterCasts:
             if place.copy is not place.master:
                 yield number, place
 
-    def _copies(self) -> list[_CastTensor]:
+    def _make_copies(self) -> list[_CastTensor]:
         double = self.plan.float64
         copies: dict[int, torch.Tensor] = {}
         places = []
@@ -249,7 +245,7 @@ def _write_count(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor_version(tensor)  # inference tensors have no version counter
 
 
-def _restore_tensor(place: _CastTensor, *, silent: bool) -> None:
+def _restore_tensor(place: _CastTensor, *, has_data_write: bool) -> None:
     slots, name, _, master, before, copy, (_, version), shape = place
     now = slots.get(name, place)
     if isinstance(master, nn.Parameter):
@@ -265,5 +261,5 @@ def _restore_tensor(place: _CastTensor, *, silent: bool) -> None:
         with torch.no_grad():
             if copy.shape != shape:
                 master.data = copy.detach().to(master.dtype)
-            elif silent or _write_count(copy) != version:
+            elif has_data_write or _write_count(copy) != version:
                 master.copy_(copy)

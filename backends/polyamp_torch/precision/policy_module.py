@@ -21,6 +21,7 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_root_region_open, root_region
+from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS, RegionBlock
 from polyamp_torch.precision.torch_only.float32_islands import islands
 from polyamp_torch.precision.torch_only.installation import InstallationBlock, PolicyInstallation
@@ -42,7 +43,7 @@ class PolicyModule:
     _device: torch.device
     _overrides: dict[str, str]
     _installation: PolicyInstallation
-    _given: list[dict[str, torch.Tensor]]
+    _traced_masters: list[dict[str, torch.Tensor]]
     _frozen: frozenset[str]
     _path: Callable[[str], str]
 
@@ -55,7 +56,7 @@ class PolicyModule:
             "_device": device,
             "_overrides": {paths[path]: path for path in plan.overridden},
             "_installation": PolicyInstallation(module, plan, device.type, overrides),
-            "_given": [],
+            "_traced_masters": [],
             "_path": path_function(module),
             "_frozen": frozenset(name for name, p in tree_parameters(module) if not p.requires_grad),
         }
@@ -67,7 +68,7 @@ class PolicyModule:
         value = getattr(self._module, name)
         own = isinstance(value, types.MethodType) and value.__self__ is self._module
         if own and (name == "forward" or not hasattr(nn.Module, name)):
-            return functools.partial(self._called, value)
+            return functools.partial(self._call_function, value)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,14 +108,14 @@ class PolicyModule:
     def _with_masters(self, listed: Any) -> Any:
         """Return what the module's own method lists, with masters in place of casts."""
         masters = dict(self._installation.masters)
-        if self._given:
-            given = self._given[-1]
+        if self._traced_masters:
+            given = self._traced_masters[-1]
             masters |= {id(p): given[name] for name, p in tree_parameters(self._module) if name in given}
         return map_listed_parameters(lambda p: masters.get(id(p), p), listed) if masters else listed
 
     def _tree(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Return names and parameters of the module tree, under torch's names."""
-        given, masters = self._given[-1] if self._given else {}, self._installation.masters
+        given, masters = self._traced_masters[-1] if self._traced_masters else {}, self._installation.masters
         named = nn.Module.named_parameters(self._module, "", *args, **kwargs)
         before = f"{prefix}." if prefix else ""
         return iter([(before + name, given[name] if name in given else masters.get(id(p), p)) for name, p in named])
@@ -129,23 +130,23 @@ class PolicyModule:
     @contextlib.contextmanager
     def around(self, masters: dict[str, torch.Tensor]) -> Iterator[None]:
         """Context manager, in a compiled step, in which the module's tensors are functions of these masters."""
-        self._given.append(masters)
+        self._traced_masters.append(masters)
         try:
             yield
         finally:
-            self._given.pop()
+            self._traced_masters.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output with floating tensors in the policy's output dtype."""
-        return self._called(self._module, *args, **kwargs)
+        return self._call_function(self._module, *args, **kwargs)
 
-    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module, or of a method that it defines (S29), in the policy's output dtype."""
         plan, double = self._plan, self._plan.float64
         inside = self in OPEN_BLOCKS.bound
         if inside and OPEN_BLOCKS.functions and (policy := self._function_policy()) is not None:
             second = PolicyModule(self._module, resolve_policy(self._module, policy), self._device)
-            return second._called(function, *args, **kwargs)
+            return second._call_function(function, *args, **kwargs)
         installed = NULL_CONTEXT if inside else self.installed()
         around: contextlib.AbstractContextManager[None] = NULL_CONTEXT
         if not (inside and (is_root_region_open(plan, self._device.type) or self._installation.is_overruled())):
@@ -183,15 +184,17 @@ class PolicyModule:
         Returns:
             Each parameter that was written to, with its previous value.
         """
-        return self._installation.commit()
+        written: list[tuple[torch.Tensor, torch.Tensor]] = self._installation.apply_to_casts(ParameterCasts.commit)
+        return written
 
     def discard(self) -> None:
         """Drop what a forward pass wrote to casts of parameters, in mode "cast"."""
-        self._installation.discard()
+        self._installation.apply_to_casts(ParameterCasts.discard)
 
     def written(self) -> list[torch.Tensor]:
         """Return the parameters that `commit` will write to after a forward pass, in mode "cast"."""
-        return self._installation.written()
+        written: list[torch.Tensor] = self._installation.apply_to_casts(ParameterCasts.written)
+        return written
 
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:

@@ -31,17 +31,17 @@ class RecomputedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for opened in self.contexts.values():
-                stack.enter_context(opened())
+            for open_context in self.contexts.values():
+                stack.enter_context(open_context())
             return self.function(*args, **kwargs)
 
 
-def carry_into_checkpoint(key: Any, opened: ContextFactory, *, everywhere: bool = False) -> None:
-    """Open the context `opened()` in backward too, if a checkpoint is being recorded in this thread.
+def carry_into_checkpoint(key: Any, open_context: ContextFactory, *, everywhere: bool = False) -> None:
+    """Open the context `open_context()` in backward too, if a checkpoint is being recorded in this thread.
 
     Args:
-        key: identifies the context, which is opened once however often it is requested.
-        opened: makes the context.
+        key: identifies the context, opened once however often it is requested.
+        open_context: makes the context.
         everywhere: search the whole stack for checkpoints with `use_reentrant=True` too; `carry_into_reentrant` is
             cheaper.
 
@@ -49,7 +49,7 @@ def carry_into_checkpoint(key: Any, opened: ContextFactory, *, everywhere: bool 
         UnsupportedError: this version of torch stores its checkpoints in another way.
     """
     if top_saved_tensor_hooks is None or (everywhere and not torch.is_grad_enabled()):
-        _attach_all(key, opened)
+        _attach_all(key, open_context)
         return
     hooks = top_saved_tensor_hooks(True)
     if hooks is None or not hooks[0].__qualname__.startswith(CHECKPOINT_HOOK_PREFIX):
@@ -57,7 +57,7 @@ def carry_into_checkpoint(key: Any, opened: ContextFactory, *, everywhere: bool 
     known = hooks[0].__dict__.setdefault("polyamp_carried", set())
     if key in known:
         return
-    if not _attach_all(key, opened):
+    if not _attach_all(key, open_context):
         raise UnsupportedError(
             f"polyamp cannot follow torch.utils.checkpoint in torch {torch.__version__}: its second run, in backward, "
             "would compute other numbers. Wrap the function: checkpoint(polyamp_torch.carried(function), ...)."
@@ -65,33 +65,33 @@ def carry_into_checkpoint(key: Any, opened: ContextFactory, *, everywhere: bool 
     known.add(key)
 
 
-def carry_into_reentrant(key: Any, opened: ContextFactory) -> None:
+def carry_into_reentrant(key: Any, open_context: ContextFactory) -> None:
     """Open the context in backward too, for a checkpoint with `use_reentrant=True` that is turning gradients off."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(8):  # the mode's frames, and torch.no_grad's own
         frame = frame and frame.f_back
         if frame is not None and frame.f_code is REENTRANT_CODE:
-            _attach(frame.f_locals["ctx"], "run_function", key, opened)
+            _attach(frame.f_locals["ctx"], "run_function", key, open_context)
             return
 
 
-def _attach_all(key: Any, opened: ContextFactory) -> bool:
+def _attach_all(key: Any, open_context: ContextFactory) -> bool:
     """Attach the context to every checkpoint on the stack; return False if none is found."""
     found = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is REENTRANT_CODE:
-            _attach(frame.f_locals["ctx"], "run_function", key, opened)
+            _attach(frame.f_locals["ctx"], "run_function", key, open_context)
         elif (record := checkpoint_record(frame)) is not None:
-            _attach(record, "recompute_fn", key, opened)
+            _attach(record, "recompute_fn", key, open_context)
             found = True
         frame = frame.f_back
     return found
 
 
-def _attach(owner: Any, name: str, key: Any, opened: ContextFactory) -> None:
+def _attach(owner: Any, name: str, key: Any, open_context: ContextFactory) -> None:
     function = getattr(owner, name)
     if not isinstance(function, RecomputedFunction):
         function = RecomputedFunction(function)
         setattr(owner, name, function)
-    function.contexts.setdefault(key, opened)
+    function.contexts.setdefault(key, open_context)

@@ -74,14 +74,14 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: Any) -> Any:
         casting = _InputCasting(capture_autocast_state(kinds), cast_inputs)
         if isinstance(args[0], FunctionCtx):
-            setattr(args[0], _STATE_ATTRIBUTE, casting.inside)
-            _store_torch_state(args[0], casting.inside)
+            setattr(args[0], _STATE_ATTRIBUTE, casting.inner_state)
+            _store_torch_state(args[0], casting.inner_state)
             args = (casting.context(args[0]), *args[1:])
         else:
             _prepare_owners(forward)
         if not casting.casts:
             return fwd(*args, **kwargs)
-        with restore_autocast_state(casting.inside):
+        with restore_autocast_state(casting.inner_state):
             return fwd(*casting.cast(args), **casting.cast(kwargs))
 
     setattr(forward, _OWNERS_ATTRIBUTE, _ForwardOwners(kinds, cast_inputs))
@@ -105,9 +105,9 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     @functools.wraps(bwd)
     def backward(ctx: Any, *grads: Any) -> Any:
         state = getattr(ctx, _STATE_ATTRIBUTE, None)
-        told = get_custom_fwd_state(ctx) if state is None and device_type is not None else None
-        if told is not None and device_type is not None:  # torch's own custom_fwd
-            with TorchAutocast(device_type, enabled=told[0], dtype=told[1]):
+        torch_state = get_custom_fwd_state(ctx) if state is None and device_type is not None else None
+        if torch_state is not None and device_type is not None:  # torch's own custom_fwd
+            with TorchAutocast(device_type, enabled=torch_state[0], dtype=torch_state[1]):
                 return bwd(ctx, *grads)
         if state is None:
             raise UnsupportedError(
@@ -144,18 +144,18 @@ class _InputCasting:
 
     Attributes:
         casts: whether it casts: a dtype is given and autocast is on for a device type.
-        inside: the autocast state of the function's body.
+        inner_state: the autocast state of the function's body.
     """
 
     def __init__(self, state: AutocastState, dtype: torch.dtype | None) -> None:
         self.enabled = {region.device_type for region in state.regions if region.enabled}
         self.casts = dtype is not None and bool(self.enabled)
         self.dtype = dtype
-        self.inside = state
+        self.inner_state = state
         self.originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if self.casts:
             off = (region._replace(enabled=False) for region in state.regions)
-            self.inside = state._replace(regions=tuple(off))
+            self.inner_state = state._replace(regions=tuple(off))
 
     def cast(self, values: Any) -> Any:
         return map_tree(self._cast_leaf, values)
@@ -218,15 +218,15 @@ class _ForwardOwners:
             if function not in self.known and function.forward is forward:
                 self.known.add(function)
                 if "setup_context" in function.__dict__ or not getattr(function.setup_context, _STATE_ATTRIBUTE, False):
-                    function.setup_context = staticmethod(self._noting(function.setup_context))
+                    function.setup_context = staticmethod(self._record_state(function.setup_context))
 
-    def _noting(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+    def _record_state(self, setup: Callable[..., Any]) -> Callable[..., Any]:
         kinds, cast_inputs = self.kinds, self.cast_inputs
 
         @functools.wraps(setup)
         def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
             casting = _InputCasting(capture_autocast_state(kinds), cast_inputs)
-            setattr(ctx, _STATE_ATTRIBUTE, casting.inside)
+            setattr(ctx, _STATE_ATTRIBUTE, casting.inner_state)
             return setup(casting.context(ctx), casting.cast(inputs) if casting.casts else inputs, output)
 
         setattr(setup_context, _STATE_ATTRIBUTE, True)

@@ -41,6 +41,8 @@ _AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
 """The dtypes that autocast casts from and to."""
 _SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
 _CONTAINERS: Final = (torch.Tensor, *_SEQUENCES)
+_RULES_OF_CALLERS: Final = ("enter", "unflatten", "function", "grad_mode")
+"""Rules of functions that are not sensitive themselves."""
 _FUNCTION_METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
 """The methods of a `torch.autograd.Function` that run in the forward pass."""
 
@@ -67,92 +69,91 @@ class Islands(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a call of a torch function; most calls run unchanged."""
-        found = find_rule(func, self.device_type) if is_dynamo_compiling() else self.rules.get(func)
-        if found is not None and not (found == "matmul" and is_matrix_product(args)):
-            return self._ruled(found, func, types, args, kwargs or {})
+        rule = find_rule(func, self.device_type) if is_dynamo_compiling() else self.rules.get(func)
+        if rule is not None and not (rule == "matmul" and is_matrix_product(args)):
+            return self._apply_rule(rule, func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _ruled(self, found: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if found not in ("widen", "statistics", "isolate", "lstm", "matmul", "product", "gather"):
-            return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
+    def _apply_rule(self, rule: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if rule in _RULES_OF_CALLERS:
+            return self._enter_function(rule, func, types, args, kwargs)
         if not self.acting or not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
-        if found in ("matmul", "product"):
-            return self._product(func, args, kwargs, compiling=compiling)
-        if found == "gather":
+        if rule in ("matmul", "product"):
+            return self._product(func, args, kwargs)
+        if rule == "gather":
             narrow = gather_source(func, args, kwargs)
             if narrow is None or narrow.device.type != self.device_type:
                 return func(*args, **kwargs)
-            if not compiling:
-                activation_checkpointing.carry_into_checkpoint(self.key, self._again)
+            self._carry_into_checkpoint()
             return gather_in_float32(func, args, kwargs, narrow)
-        if found == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
+        if rule == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
             return func(*args, **kwargs)
-        if found == "statistics" and _has_float32(args, kwargs):
+        if rule == "statistics" and _has_float32(args, kwargs):
             return func(*args, **kwargs)
-        if not compiling:
-            activation_checkpointing.carry_into_checkpoint(self.key, self._again)
+        self._carry_into_checkpoint()
         if _has_result_dtype(kwargs):
             return func(*args, **kwargs)
-        args = [self._wide(value) if isinstance(value, _CONTAINERS) else value for value in args]
-        kwargs = {name: self._wide(v) if isinstance(v, _CONTAINERS) else v for name, v in kwargs.items()}
-        if found in ("isolate", "lstm"):
-            with TorchAutocast(self.device_type, enabled=False):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._call_in_float32(func, args, kwargs, autocast=rule not in ("isolate", "lstm"))
 
-    def _product(self, func: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool) -> Any:
+    def _product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an inner product in float32, a multiplication in its operands' dtype, a matrix product under autocast."""
         kind = None if _has_result_dtype(kwargs) else classify_product(func, args, kwargs)
-        if kind is None:
-            return func(*args, **kwargs)
-        operands = _flat_tensors((*args, *kwargs.values()))
+        operands = () if kind is None else _flat_tensors((*args, *kwargs.values()))
         dtypes = {operand.dtype for operand in operands}
-        if not dtypes <= _AUTOCAST_DTYPES or any(operand.device.type != self.device_type for operand in operands):
+        if kind is None or not dtypes <= _AUTOCAST_DTYPES or any(o.device.type != self.device_type for o in operands):
             return func(*args, **kwargs)
-        if not compiling:
-            activation_checkpointing.carry_into_checkpoint(self.key, self._again)
-        wanted = torch.float32 if kind == "sum" or len(dtypes) > 1 else next(iter(dtypes))
+        self._carry_into_checkpoint()
+        if kind == "sum" or len(dtypes) > 1:
+            return self._call_in_float32(func, args, kwargs, autocast=False)
         with TorchAutocast(self.device_type, enabled=False):
-            return func(
-                *[_cast_arguments(value, wanted) for value in args],
-                **{name: _cast_arguments(value, wanted) for name, value in kwargs.items()},
-            )
+            return func(*args, **kwargs)
 
-    def _seen_through(
-        self, found: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool
-    ) -> Any:
+    def _call_in_float32(self, func: Any, args: Any, kwargs: dict[str, Any], *, autocast: bool) -> Any:
+        """Call a function with its 16-bit tensors in float32; with `autocast=False` autocast is off inside."""
+        args = [self._widen(value) if isinstance(value, _CONTAINERS) else value for value in args]
+        kwargs = {name: self._widen(v) if isinstance(v, _CONTAINERS) else v for name, v in kwargs.items()}
+        if autocast:
+            return func(*args, **kwargs)
+        with TorchAutocast(self.device_type, enabled=False):
+            return func(*args, **kwargs)
+
+    def _carry_into_checkpoint(self) -> None:
+        if not torch.compiler.is_compiling():
+            activation_checkpointing.carry_into_checkpoint(self.key, self._reopen)
+
+    def _enter_function(self, rule: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function that is not sensitive itself, but calls sensitive functions."""
-        if found == "unflatten":
+        compiling = torch.compiler.is_compiling()
+        if rule == "unflatten":
             return torch.unflatten(*args, **kwargs)
-        if found == "grad_mode" and self.acting and not compiling and args == (False,):
-            activation_checkpointing.carry_into_reentrant(self.key, self._again)
-        if found == "function" and not compiling:
-            return func(self._entered(args[0]), *args[1:], **kwargs)
+        if rule == "grad_mode" and self.acting and not compiling and args == (False,):
+            activation_checkpointing.carry_into_reentrant(self.key, self._reopen)
+        if rule == "function" and not compiling:
+            return func(self._wrap_autograd_function(args[0]), *args[1:], **kwargs)
         plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses may override
-        if found == "enter" and plain and not (compiling and func in BACKWARD_FUNCTIONS):
+        if rule == "enter" and plain and not (compiling and func in BACKWARD_FUNCTIONS):
             # A new copy each time, because libraries replace functions in torch's modules.
             body = FUNCTIONS_WITHOUT_DISPATCH[func] if compiling else copy_without_dispatch(func)
             with self:
                 return body(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _wide(self, value: Any) -> Any:
+    def _widen(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             narrow = value.dtype in HALF_TENSOR_DTYPES and value.device.type == self.device_type
             return value.float() if narrow else value
         if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor):  # an LSTM's weights
-            return [self._wide(item) for item in value]
+            return [self._widen(item) for item in value]
         return value
 
-    def _entered(self, function: Any) -> Any:
+    def _wrap_autograd_function(self, function: Any) -> Any:
         """Return a custom autograd function like `function` whose methods run under the islands.
 
         `torch.func` passes the whole function to the mode, which is off the stack while the methods run.
         """
 
-        def under(name: str) -> Any:
+        def wrap(name: str) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 with self:
                     return getattr(function, name)(*args, **kwargs)
@@ -162,9 +163,9 @@ class Islands(TorchFunctionMode):
         own = [
             name for name in _FUNCTION_METHODS if getattr(function, name) is not getattr(torch.autograd.Function, name)
         ]
-        return type(function.__name__, (function,), {name: under(name) for name in own})
+        return type(function.__name__, (function,), {name: wrap(name) for name in own})
 
-    def _again(self) -> contextlib.AbstractContextManager[None]:
+    def _reopen(self) -> contextlib.AbstractContextManager[None]:
         return islands(self.device_type)
 
 
@@ -176,14 +177,6 @@ def _flat_tensors(values: Any) -> list[torch.Tensor]:
         elif isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor):  # operands of einsum
             found.extend(value)
     return found
-
-
-def _cast_arguments(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype)
-    if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor | list | tuple):
-        return [_cast_arguments(item, dtype) for item in value]
-    return value
 
 
 def _has_float32(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -238,12 +231,12 @@ class AutocastState(NamedTuple):
     Attributes:
         regions: the state on each device type of this machine.
         cache: whether torch's weight cache is on.
-        ours: whether islands act on any device type, so that the region is polyamp's.
+        has_islands: whether islands act on any device type, so that the region is polyamp's.
     """
 
     regions: tuple[DeviceAutocastState, ...]
     cache: bool
-    ours: bool
+    has_islands: bool
 
 
 @functools.cache
@@ -268,7 +261,7 @@ def capture_autocast_state(kinds: tuple[str, ...] | None = None) -> AutocastStat
 def restore_autocast_state(state: AutocastState) -> Iterator[None]:
     """Context manager that restores a captured state, in any thread."""
     if not state.regions:
-        with eager_backward() if state.ours else NULL_CONTEXT:
+        with eager_backward() if state.has_islands else NULL_CONTEXT:
             yield
         return
     first, *others = state.regions

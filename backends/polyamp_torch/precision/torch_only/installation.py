@@ -36,7 +36,7 @@ class PolicyInstallation:
 
     Attributes:
         called: paths of the overridden modules that ran.
-        ends: ids of the overridden modules outside of which autocast does not act, so that their outputs are cast.
+        cast_outputs: ids of the overridden modules outside of which autocast does not act; their outputs are cast.
     """
 
     def __init__(self, module: nn.Module, plan: ResolvedPolicy, device_type: str, overrides: dict[str, str]) -> None:
@@ -46,8 +46,8 @@ class PolicyInstallation:
         self.called: set[str] = set()
         self.own_casts = ParameterCasts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
         self.casts = self.own_casts
-        self.ends = {id(self._part(path)) for path in overrides if self._is_followed_by_another(path, overrides)}
-        self.wrappers = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
+        self.cast_outputs = {id(self._part(path)) for path in overrides if self._needs_output_cast(path, overrides)}
+        self.wrappers = [(self._part(path), "forward", self._override_wrapper(path, overrides)) for path in overrides]
         self.wrappers.reverse()  # if a module has several names, the last one wins: it becomes the innermost wrapper
         self.wrappers += [
             (part, "parallel_apply", _carry_region) for part in module.modules() if isinstance(part, nn.DataParallel)
@@ -125,8 +125,8 @@ class PolicyInstallation:
             return
         with self.lock:
             if not self.holders:
-                self._take_out()  # removes what an interrupt may have left
-                self._put_in(outer)
+                self._uninstall()  # removes what an interrupt may have left
+                self._install(outer)
             elif self.casts is not None:
                 self.casts.refresh()
             self.holders = [*self.holders, holder]
@@ -138,7 +138,7 @@ class PolicyInstallation:
         with self.lock:
             self.holders = [other for other in self.holders if other is not holder]
             if not self.holders:
-                self._take_out()
+                self._uninstall()
 
     def _outer_masters(self) -> dict[int, torch.Tensor]:
         """Return the masters of the parameters that enclosing policies have replaced by casts."""
@@ -148,27 +148,14 @@ class PolicyInstallation:
                 found |= block.installation.masters
         return found
 
-    def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Call `ParameterCasts.commit`."""
+    def apply_to_casts(self, function: Callable[[ParameterCasts], Any]) -> Any:
+        """Return `function` of the casts, while no other thread changes them; an empty list if there are none."""
         if self.casts is None:
             return []
         with self.lock:
-            return self.casts.commit()
+            return function(self.casts)
 
-    def discard(self) -> None:
-        """Call `ParameterCasts.discard`."""
-        if self.casts is not None:
-            with self.lock:
-                self.casts.discard()
-
-    def written(self) -> list[torch.Tensor]:
-        """Call `ParameterCasts.written`."""
-        if self.casts is None:
-            return []
-        with self.lock:
-            return self.casts.written()
-
-    def _put_in(self, outer: dict[int, torch.Tensor]) -> None:
+    def _install(self, outer: dict[int, torch.Tensor]) -> None:
         self.casts = self.own_casts
         if self.casts is None and outer:
             self.casts = ParameterCasts(self.module, {}, self.plan)
@@ -176,12 +163,13 @@ class PolicyInstallation:
             self.casts.outer = outer
         self._replace_methods(self.methods)
         for part, name, _ in self.wrappers:
-            if name == "forward" and (self.casts is not None or id(part) in self.ends):  # runs after the user's hooks
+            if name == "forward" and (self.casts is not None or id(part) in self.cast_outputs):
+                # The hook runs after the user's hooks.
                 self.hooks.append(part.register_forward_hook(self._cast_back))
         if self.casts is not None:
             self.casts.__enter__()
 
-    def _take_out(self) -> None:
+    def _uninstall(self) -> None:
         if self.casts is not None and self.casts.places:
             self.casts.__exit__()
         _restore_methods(self.methods)
@@ -204,14 +192,14 @@ class PolicyInstallation:
 
     def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
         """Cast the output of an overridden module to the dtype around it, unless autocast casts in what follows."""
-        return None if self.is_overruled(part) else self._for_what_follows(output)
+        return None if self.is_overruled(part) else self._cast_to_outer_dtype(output)
 
-    def _for_what_follows(self, output: Any) -> Any:
+    def _cast_to_outer_dtype(self, output: Any) -> Any:
         around = next((dtype for owner, dtype in reversed(OPEN_BLOCKS.overrides) if owner is self), self.plan.compute)
         mixes = self.casts is None and self.plan.place(around).mixes
         return output if mixes else cast_tree(output, around, float64=self.plan.float64)
 
-    def _is_followed_by_another(self, path: str, overrides: dict[str, str]) -> bool:
+    def _needs_output_cast(self, path: str, overrides: dict[str, str]) -> bool:
         """Return whether the code around a module computes in another dtype, without autocast."""
         outer = path.rpartition("/")[0]
         while outer and outer not in overrides:
@@ -222,16 +210,16 @@ class PolicyInstallation:
     def _part(self, path: str) -> nn.Module:
         return self.module.get_submodule(path.replace("/", "."))
 
-    def _overridden(self, path: str, overrides: dict[str, str]) -> MethodWrapper:
+    def _override_wrapper(self, path: str, overrides: dict[str, str]) -> MethodWrapper:
         """Return a wrapper of a submodule's `forward` that runs it in the submodule's own dtype (S5)."""
         dtype, double = overrides[path], self.plan.float64
         place, part = self.plan.place(dtype), self._part(path)
-        ends = id(part) in self.ends
+        casts_output = id(part) in self.cast_outputs
 
         def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(forward)
             def call(*args: Any, **kwargs: Any) -> Any:
-                self._note(path)
+                self._record_call(path)
                 if self.is_overruled(part):
                     return forward(*args, **kwargs)
                 OPEN_BLOCKS.overrides.append((self, dtype))
@@ -241,16 +229,16 @@ class PolicyInstallation:
                         output = forward(*cast_tree(args, dtype, float64=double), **kwargs)
                 finally:
                     OPEN_BLOCKS.overrides.pop()
-                return self._for_what_follows(output) if ends and torch.compiler.is_compiling() else output
+                return self._cast_to_outer_dtype(output) if casts_output and torch.compiler.is_compiling() else output
 
-            marked: Any = call  # a function takes any attribute; `_carry_region` reads this one
-            marked.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))
+            carrier: Any = call  # a function takes any attribute; `_carry_region` reads this one
+            carrier.polyamp_rebind = lambda part: replace(type(part).forward.__get__(part))
             return call
 
         return replace
 
-    def _note(self, path: str) -> None:
-        _note_called(self.called, path)
+    def _record_call(self, path: str) -> None:
+        _add_called(self.called, path)
         if not torch.compiler.is_compiling():
             activation_checkpointing.carry_into_checkpoint(id(self), self.active, everywhere=True)
 
@@ -272,7 +260,7 @@ def _is_inner_region_open(installation: PolicyInstallation) -> bool:
 
 
 @assume_constant_result
-def _note_called(called: set[str], path: str) -> None:
+def _add_called(called: set[str], path: str) -> None:
     """Record that a module ran; in a compiled function at trace time, as a later change would cause recompilation."""
     called.add(path)
 
@@ -323,9 +311,9 @@ def _carry_region(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(replicas: list[nn.Module], *args: Any) -> Any:
         for part in (part for replica in replicas for part in replica.modules()):
-            rebound = getattr(part.__dict__.get("forward"), "polyamp_rebound", None)
-            if rebound is not None:  # replicate() copied the attribute, which uses the original's parameters
-                part.__dict__["forward"] = rebound(part)
+            rebind = getattr(part.__dict__.get("forward"), "polyamp_rebind", None)
+            if rebind is not None:  # replicate() copied the attribute, which uses the original's parameters
+                part.__dict__["forward"] = rebind(part)
         return parallel_apply([carried(replica) for replica in replicas], *args)
 
     return call
