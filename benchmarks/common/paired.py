@@ -58,7 +58,7 @@ class Settings(NamedTuple):
         steps: steps of each side in a round.
         warmup: rounds that are not counted.
         threads: threads to compute with, where the framework can be told.
-        seconds: after so many, a row ends, if it has five rounds.
+        seconds: after so many, a row ends, if it has five rounds or all that were asked for.
     """
 
     rounds: int = 61
@@ -68,8 +68,8 @@ class Settings(NamedTuple):
     seconds: int = 6
 
 
-QUICK = Settings(rounds=5, steps=1, warmup=1, seconds=1)
-_LEAST_ROUNDS = 5
+QUICK = Settings(rounds=2, steps=1, warmup=1, seconds=1)
+LEAST_ROUNDS = 5
 
 
 class Found(NamedTuple):
@@ -88,11 +88,12 @@ def measure(row: Row, settings: Settings, clock: Clock = lambda: nullcontext([0.
     found = Found([], [])
     gc.collect()
     gc.disable()  # a collection would fall on whichever side made the last object
-    rounds = max(_LEAST_ROUNDS, round(settings.rounds * row.share))
+    least = min(LEAST_ROUNDS, settings.rounds)
+    rounds = max(least, round(settings.rounds * row.share))
     started = time.perf_counter()
     with clock() as finished:
         for number in range(settings.warmup + rounds):
-            if len(found.own) >= _LEAST_ROUNDS and time.perf_counter() - started > settings.seconds:
+            if len(found.own) >= least and time.perf_counter() - started > settings.seconds:
                 break
             sides = [(row.base[1], found.base), (row.own[1], found.own)]
             for step, times in sides if np.random.default_rng(number).random() < 0.5 else reversed(sides):

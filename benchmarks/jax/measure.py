@@ -76,7 +76,7 @@ class Settings(NamedTuple):
 
 
 FULL: Final = Settings()
-QUICK: Final = Settings(rounds=5, steps=1, compiles=0, curve=5)
+QUICK: Final = Settings(rounds=2, steps=1, compiles=0, curve=3)
 
 
 class Curve(NamedTuple):

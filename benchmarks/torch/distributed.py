@@ -45,7 +45,6 @@ SIZES: Final = {
     "25 M": Workload("gpt", batch=1, width=512, layers=8, heads=8, length=32, vocabulary=512),
 }
 """Few tokens, so that what follows the backward pass is seen beside it."""
-LEAST_ROUNDS: Final = 5
 TOO_SLOW: Final = 3.0
 """Seconds of a step from which on a case is left out: float16 on processors without instructions for it."""
 
@@ -154,7 +153,8 @@ def measured(own: Step, base: Step, settings: Settings) -> Found:
         base()
         own()
     spent = agreed([(time.perf_counter() - began) / settings.warmup])[0]
-    rounds = int(np.clip(settings.seconds / (spent * settings.steps), LEAST_ROUNDS, settings.rounds))
+    least = min(paired.LEAST_ROUNDS, settings.rounds)
+    rounds = int(np.clip(settings.seconds / (spent * settings.steps), least, settings.rounds))
     found = Found([], [])
     gc.collect()
     gc.disable()

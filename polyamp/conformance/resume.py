@@ -1,11 +1,12 @@
-"""Second half of S22's test, in a separate process: restore a checkpoint, continue, write the resulting arrays.
+"""Second half of S22's test, in a separate process: restore checkpoints, continue, write the resulting arrays.
 
-python -m polyamp.conformance.resume BACKEND KIND CHECKPOINT OUTPUT.npz
+python -m polyamp.conformance.resume BACKEND FOLDER
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,13 @@ def advance_state(state: Any, first: int, last: int) -> Any:
     return advance(state, [batch(i, gain=np.inf if i % 4 == 3 else 1.0) for i in range(first, last)])[0]
 
 
-def main(backend: str, kind: str, checkpoint: str, output: str) -> None:
-    """Restore into a state with other weights, continue, export."""
-    state = advance_state(polyamp.restore(fresh_state(backend, kind, seed=1), checkpoint), 6, 12)
-    arrays: dict[str, Any] = registry.get(backend).export_state(state)
-    np.savez(output, **arrays)
+def main(backend: str, folder: str) -> None:
+    """Restore `KIND.safetensors` of each kind into a state with other weights, continue, export to `KIND.npz`."""
+    for kind in KINDS:
+        fresh = fresh_state(backend, kind, seed=1)
+        state = advance_state(polyamp.restore(fresh, Path(folder, f"{kind}.safetensors")), 6, 12)
+        arrays: dict[str, Any] = registry.get(backend).export_state(state)
+        np.savez(Path(folder, f"{kind}.npz"), **arrays)
 
 
 if __name__ == "__main__":

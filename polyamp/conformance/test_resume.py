@@ -21,18 +21,27 @@ from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError, UnsupportedError
 
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Arrays, Arrays]]:
+    """Return the arrays of each kind of model after training straight on, and after resuming in a new process."""
+    folder = tmp_path_factory.mktemp("resume")
+    straight = {}
+    for kind in resume.KINDS:
+        state = resume.advance_state(resume.fresh_state(backend.name, kind, seed=0), 0, 6)
+        polyamp.save(state, folder / f"{kind}.safetensors")
+        straight[kind] = backend.export_state(resume.advance_state(state, 6, 12))
+    subprocess.run([sys.executable, "-m", resume.__name__, backend.name, str(folder)], check=True, timeout=300)
+    return {kind: (straight[kind], dict(np.load(folder / f"{kind}.npz"))) for kind in resume.KINDS}
+
 
 @pytest.mark.parametrize("kind", resume.KINDS)
-def test_s22_resume_is_bit_identical(backend: Backend, tmp_path: Path, kind: str) -> None:
-    state = resume.advance_state(resume.fresh_state(backend.name, kind, seed=0), 0, 6)
-    path, output = tmp_path / "checkpoint.safetensors", tmp_path / "resumed.npz"
-    polyamp.save(state, path)
-    straight = backend.export_state(resume.advance_state(state, 6, 12))
-    arguments = [backend.name, kind, str(path), str(output)]
-    subprocess.run([sys.executable, "-m", resume.__name__, *arguments], check=True, timeout=300)
-    with np.load(output) as resumed:
-        assert set(resumed) == set(straight)
-        different = [name for name in straight if straight[name].tobytes() != resumed[name].tobytes()]
+def test_s22_resume_is_bit_identical(runs: dict[str, tuple[Arrays, Arrays]], kind: str) -> None:
+    straight, resumed = runs[kind]
+    assert set(resumed) == set(straight)
+    different = [name for name in straight if straight[name].tobytes() != resumed[name].tobytes()]
     assert different == []
 
 
