@@ -25,7 +25,7 @@ ACTIVATION_NAMES: Final = {
     jax.nn.gelu: "gelu_tanh",  # approximate=True is JAX's default
     jax.nn.leaky_relu: "leaky_relu",
     jax.nn.hard_sigmoid: "hard_sigmoid",
-    jax.nn.hard_swish: "hard_swish",
+    jax.nn.hard_silu: "hard_silu",
     jax.nn.mish: "mish",
 }
 
