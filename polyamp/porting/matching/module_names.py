@@ -9,137 +9,92 @@ import functools
 import re
 from typing import Final, NamedTuple
 
-_ROLES: Final[dict[str, tuple[str, ...]]] = {
+_ROLES: Final = {
     "norm": (
-        *(
-            "ln",
-            "bn",
-            "gn",
-            "norm",
-            "normalization",
-            "layernorm",
-            "layer_norm",
-            "layer_normalization",
-            "batchnorm",
-            "batch_norm",
-        ),
-        *("batch_normalization", "groupnorm", "group_norm", "group_normalization", "rmsnorm", "rms_norm"),
-        *("rms_normalization", "instancenorm", "instance_norm"),
+        "ln bn gn norm normalization layernorm layer_norm layer_normalization batchnorm batch_norm "
+        "batch_normalization groupnorm group_norm group_normalization rmsnorm rms_norm rms_normalization "
+        "instancenorm instance_norm"
     ),
     "final norm": (
-        *("ln_f", "norm_f", "final_norm", "final_layer_norm", "final_layernorm", "ln_final", "ln_out", "post_norm"),
-        *("norm_out", "out_norm", "final_ln", "head_norm", "norm_final", "f_norm"),
+        "ln_f norm_f final_norm final_layer_norm final_layernorm ln_final ln_out post_norm norm_out out_norm "
+        "final_ln head_norm norm_final f_norm"
     ),
     "attention norm": (
-        *("attention_norm", "attn_norm", "ln_attn", "norm_attn", "input_layernorm", "self_attn_layer_norm", "attn_ln"),
-        *("pre_attention_norm", "norm_attention", "attention_layer_norm", "pre_attn_norm", "ln_attention"),
-        *("layernorm_before", "pre_attention_layernorm"),
+        "attention_norm attn_norm ln_attn norm_attn input_layernorm self_attn_layer_norm attn_ln pre_attention_norm "
+        "norm_attention attention_layer_norm pre_attn_norm ln_attention layernorm_before pre_attention_layernorm"
     ),
     "mlp norm": (
-        *("mlp_norm", "ffn_norm", "ln_mlp", "norm_mlp", "post_attention_layernorm", "ffn_ln", "mlp_ln", "norm_ffn"),
-        *("feed_forward_norm", "pre_mlp_norm", "ln_ffn", "mlp_layer_norm", "ff_norm", "norm_ff"),
-        *("layernorm_after", "pre_mlp_layernorm"),
+        "mlp_norm ffn_norm ln_mlp norm_mlp post_attention_layernorm ffn_ln mlp_ln norm_ffn feed_forward_norm "
+        "pre_mlp_norm ln_ffn mlp_layer_norm ff_norm norm_ff layernorm_after pre_mlp_layernorm"
     ),
     "attention": (
-        *("attn", "attention", "self_attn", "self_attention", "mha", "multi_head_attention", "multihead_attention"),
-        *("multi_head_dot_product_attention", "self_attention_layer", "causal_self_attention"),
+        "attn attention self_attn self_attention mha multi_head_attention multihead_attention "
+        "multi_head_dot_product_attention self_attention_layer causal_self_attention"
     ),
     "cross attention": (
-        *("cross_attn", "cross_attention", "crossattention", "encoder_attn", "encoder_attention", "enc_dec_attention"),
-        *("encoder_decoder_attention", "src_attn", "enc_attn", "encdec_attn"),
+        "cross_attn cross_attention crossattention encoder_attn encoder_attention enc_dec_attention "
+        "encoder_decoder_attention src_attn enc_attn encdec_attn"
     ),
-    "encoder": ("encoder", "enc", "encode"),
-    "decoder": ("decoder", "dec", "decode"),
-    "query": ("q", "query", "wq", "to_q", "q_proj", "query_proj", "query_dense", "w_q", "q_lin", "query_projection"),
-    "key": ("k", "key", "wk", "to_k", "k_proj", "key_proj", "key_dense", "w_k", "k_lin", "key_projection"),
-    "value": ("v", "value", "wv", "to_v", "v_proj", "value_proj", "value_dense", "w_v", "v_lin", "value_projection"),
-    "queries, keys, values": ("qkv", "c_attn", "in_proj", "to_qkv", "qkv_proj", "query_key_value", "wqkv", "attn_qkv"),
-    "output": ("o", "out", "wo", "to_out", "o_proj", "out_proj", "output_dense", "w_o", "attention_output", "out_lin"),
-    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "ff", "mlp_block"),
-    "up": (
-        "c_fc",
-        "up",
-        "up_proj",
-        "intermediate",
-        "fc_in",
-        "expand",
-        "mlp_in",
-        "dense_in",
-    ),
-    "down": ("down", "down_proj", "fc_out", "contract", "mlp_out", "dense_out"),
-    "gate": ("gate", "gate_proj"),
+    "encoder": "encoder enc encode",
+    "decoder": "decoder dec decode",
+    "query": "q query wq to_q q_proj query_proj query_dense w_q q_lin query_projection",
+    "key": "k key wk to_k k_proj key_proj key_dense w_k k_lin key_projection",
+    "value": "v value wv to_v v_proj value_proj value_dense w_v v_lin value_projection",
+    "queries, keys, values": "qkv c_attn in_proj to_qkv qkv_proj query_key_value wqkv attn_qkv",
+    "output": "o out wo to_out o_proj out_proj output_dense w_o attention_output out_lin",
+    "mlp": "mlp ffn feed_forward feedforward ff mlp_block",
+    "up": "c_fc up up_proj intermediate fc_in expand mlp_in dense_in",
+    "down": "down down_proj fc_out contract mlp_out dense_out",
+    "gate": "gate gate_proj",
     "token embedding": (
-        *("wte", "tok_embeddings", "token_embedding", "token_embeddings", "embed_tokens", "tok_emb", "token_emb"),
-        *("embedding", "embed", "embeddings", "word_embeddings", "emb", "tok_embed", "token_embed", "tokens"),
+        "wte tok_embeddings token_embedding token_embeddings embed_tokens tok_emb token_emb embedding embed "
+        "embeddings word_embeddings emb tok_embed token_embed tokens"
     ),
     "position": (
-        *("wpe", "pos_embedding", "position_embedding", "position_embeddings", "pos_emb", "positions", "pos", "pe"),
-        *("pos_embed", "positional_embedding", "position", "position_embed", "position_emb"),
+        "wpe pos_embedding position_embedding position_embeddings pos_emb positions pos pe pos_embed "
+        "positional_embedding position position_embed position_emb"
     ),
-    "class token": ("cls", "cls_token", "class_token", "class_embedding"),
-    "head": ("head", "lm_head", "classifier", "logits", "predictions", "output_layer", "cls_head"),
-    "dense": ("linear", "dense", "fc", "lin"),
-    "conv": (
-        "conv",
-        "conv_1d",
-        "conv_2d",
-        "conv_3d",
-        "convolution",
-        "convolution_2d",
-        "conv_1_d",
-        "conv_2_d",
-        "conv_3_d",
-    ),
+    "class token": "cls cls_token class_token class_embedding",
+    "head": "head lm_head classifier logits predictions output_layer cls_head",
+    "dense": "linear dense fc lin",
+    "conv": "conv conv_1d conv_2d conv_3d convolution convolution_2d conv_1_d conv_2_d conv_3_d",
     "transposed conv": (
-        *("conv_transpose", "conv_transpose_1d", "conv_transpose_2d", "conv_transpose_3d", "deconv", "convt", "upconv"),
-        *("conv_1d_transpose", "conv_2d_transpose", "conv_3d_transpose", "up_conv"),
+        "conv_transpose conv_transpose_1d conv_transpose_2d conv_transpose_3d deconv convt upconv conv_1d_transpose "
+        "conv_2d_transpose conv_3d_transpose up_conv"
     ),
     "block": (
-        *(
-            "h",
-            "block",
-            "blocks",
-            "layers",
-            "layer",
-            "encoder_layer",
-            "decoder_layer",
-            "transformer_block",
-            "res_block",
-        ),
-        *("basic_block", "residual_block", "encoder_block", "decoder_block", "resblock"),
+        "h block blocks layers layer encoder_layer decoder_layer transformer_block res_block basic_block "
+        "residual_block encoder_block decoder_block resblock"
     ),
-    "shortcut": ("shortcut", "downsample", "skip", "residual", "conv_proj", "conv_shortcut"),
-    "forward": ("forward", "fwd", "forward_layer", "forward_rnn", "forward_lstm", "forward_gru", "forward_cell"),
-    "backward": (
-        *("backward", "bwd", "reverse", "backward_layer", "backward_rnn", "backward_lstm", "backward_gru"),
-        "backward_cell",
-    ),
-    "lstm": ("lstm", "lstm_cell", "optimized_lstm_cell", "bilstm"),
-    "gru": ("gru", "gru_cell"),
-    "scale": ("scale", "gamma", "weight", "alpha"),
-    "mean": ("mean", "mu", "fc_mu", "mean_head", "head_mean", "z_mean", "fc_mean", "mu_head", "to_mean", "loc"),
+    "shortcut": "shortcut downsample skip residual conv_proj conv_shortcut",
+    "forward": "forward fwd forward_layer forward_rnn forward_lstm forward_gru forward_cell",
+    "backward": "backward bwd reverse backward_layer backward_rnn backward_lstm backward_gru backward_cell",
+    "lstm": "lstm lstm_cell optimized_lstm_cell bilstm",
+    "gru": "gru gru_cell",
+    "scale": "scale gamma weight alpha",
+    "mean": "mean mu fc_mu mean_head head_mean z_mean fc_mean mu_head to_mean loc",
     "log variance": (
-        *("logvar", "log_var", "fc_logvar", "fc_log_var", "logvar_head", "log_var_head", "z_log_var", "z_logvar"),
-        *("sigma", "fc_sigma", "log_std", "logstd", "log_sigma", "fc_var", "log_variance", "to_logvar", "std"),
+        "logvar log_var fc_logvar fc_log_var logvar_head log_var_head z_log_var z_logvar sigma fc_sigma log_std "
+        "logstd log_sigma fc_var log_variance to_logvar std"
     ),
-    "actor": ("actor", "policy", "pi", "policy_net", "actor_net", "policy_head", "actor_head", "policy_network"),
-    "critic": ("critic", "vf", "value_net", "value_head", "critic_net", "critic_head", "value_network", "value_fn"),
+    "actor": "actor policy pi policy_net actor_net policy_head actor_head policy_network",
+    "critic": "critic vf value_net value_head critic_net critic_head value_network value_fn",
     "image tower": (
-        *("visual", "image_encoder", "vision_model", "image", "vision", "vision_encoder", "visual_encoder"),
-        *("image_tower", "vision_tower", "image_model"),
+        "visual image_encoder vision_model image vision vision_encoder visual_encoder image_tower vision_tower "
+        "image_model"
     ),
-    "text tower": ("text", "text_encoder", "text_model", "textual", "text_tower"),
-    "image projection": ("visual_projection", "image_proj", "vision_proj", "image_projection", "visual_proj"),
-    "text projection": ("text_projection", "text_proj"),
-    "student": ("student", "online", "online_network", "online_net", "student_network"),
-    "teacher": ("teacher", "target_network", "teacher_network", "target_net", "target"),
-    "generator": ("generator", "gen"),
-    "discriminator": ("discriminator", "disc"),
-    "left": ("left", "left_arm", "left_branch", "branch_left"),
-    "right": ("right", "right_arm", "right_branch", "branch_right"),
+    "text tower": "text text_encoder text_model textual text_tower",
+    "image projection": "visual_projection image_proj vision_proj image_projection visual_proj",
+    "text projection": "text_projection text_proj",
+    "student": "student online online_network online_net student_network",
+    "teacher": "teacher target_network teacher_network target_net target",
+    "generator": "generator gen",
+    "discriminator": "discriminator disc",
+    "left": "left left_arm left_branch branch_left",
+    "right": "right right_arm right_branch branch_right",
 }
-"""Role -> its names, in lower case, words separated by "_"."""
-_ROLE_OF: Final = {name: role for role, names in _ROLES.items() for name in names}
+"""Role -> its names, in lower case, with words joined by "_"."""
+_ROLE_OF: Final = {name: role for role, names in _ROLES.items() for name in names.split()}
 NATURAL_ORDER: Final = (
     "query",
     "key",
