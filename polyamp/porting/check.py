@@ -87,7 +87,7 @@ def fill_and_check(
     target: ModelSide,
     leaves: Mapping[str, Lazy],
     pairs: Sequence[LayerMatch],
-    turned: Mapping[str, ChannelOrder],
+    orders: Mapping[str, ChannelOrder],
     batch: Batch,
     differences: Sequence[Difference],
 ) -> tuple[Any, CheckResult]:
@@ -111,7 +111,7 @@ def fill_and_check(
     }
     filled = target.converter.fill(target.model, leaves)
     try:
-        return filled, _compare_models(source, target._replace(model=filled), pairs, turned, batch, differences)
+        return filled, _compare_models(source, target._replace(model=filled), pairs, orders, batch, differences)
     except BaseException:
         if kept:
             target.converter.fill(filled, kept)
@@ -126,13 +126,13 @@ def _compare_models(
     source: ModelSide,
     target: ModelSide,
     pairs: Sequence[LayerMatch],
-    turned: Mapping[str, ChannelOrder],
+    orders: Mapping[str, ChannelOrder],
     batch: Batch,
     differences: Sequence[Difference],
 ) -> CheckResult:
     assert source.converter is not None
     assert target.converter is not None
-    across = ChannelOrderAdapter(source.inventory, target.inventory)
+    adapter = ChannelOrderAdapter(source.inventory, target.inventory)
     given: list[Array] = []
     shapes: list[list[list[int]]] = []
 
@@ -142,14 +142,14 @@ def _compare_models(
         return given
 
     def theirs(outputs: Sequence[Array]) -> list[Array]:
-        turned_back = [across.array(each) for each in given]
+        turned_back = [adapter.array(each) for each in given]
         shapes[:] = [[list(each.shape) for each in group] for group in (turned_back, outputs)]
         alike = shapes[0] == shapes[1]
         return turned_back if alike else [np.zeros(output.shape, np.float32) for output in outputs]
 
     one = source.converter.evaluate(source.model, _pack_batch(batch.source), ours)
     two = target.converter.evaluate(target.model, _pack_batch(batch.target), theirs)
-    modules = _module_errors(one, two, pairs, across)
+    modules = _module_errors(one, two, pairs, adapter)
     lines = _call_orders(source.inventory, target.inventory, pairs, one)
     where = _locate_divergence(modules, batch.outputs, lines, {each.target for each in differences})
     said = "".join(f"\n  {each}" for each in format_differences(differences))
@@ -159,13 +159,13 @@ def _compare_models(
             f"check: the source's outputs have shapes {shapes[0]} and the target's {shapes[1]}. {where}{why}"
         )
     outputs = max(
-        (_relative_error(across.array(a), b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0
+        (_relative_error(adapter.array(a), b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0
     )
     if not outputs <= batch.outputs:
         raise PortError(
             f"check: the outputs differ by {outputs:.1e} (relative), {batch.outputs:g} is allowed. {where}{why}"
         )
-    gradients = _gradient_errors(one, two, pairs, turned)
+    gradients = _gradient_errors(one, two, pairs, orders)
     worst = max(gradients, key=gradients.__getitem__, default=None)
     if worst is not None and not gradients[worst] <= batch.gradients:
         first = next(name for name, error in gradients.items() if not error <= batch.gradients)
@@ -221,7 +221,7 @@ def _relative_error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
 
 
 def _module_errors(
-    one: Evaluation, two: Evaluation, pairs: Sequence[LayerMatch], across: ChannelOrderAdapter
+    one: Evaluation, two: Evaluation, pairs: Sequence[LayerMatch], adapter: ChannelOrderAdapter
 ) -> dict[str, float]:
     """Return the errors of matched layers' outputs, in the source's call order."""
     partner = {each.source.path: each for each in pairs}
@@ -234,7 +234,7 @@ def _module_errors(
         if shown is None:
             continue
         output, other = shown
-        mine = across.array(output) if across.array(output).shape == other.shape else output
+        mine = adapter.array(output) if adapter.array(output).shape == other.shape else output
         if np.squeeze(mine).shape == np.squeeze(other).shape:
             found[name] = _relative_error(np.squeeze(mine), np.squeeze(other))
         elif not _can_broadcast(mine.shape, other.shape):  # else one side repeats rows that the other returns once
@@ -262,7 +262,7 @@ def _can_broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _locate_divergence(
-    modules: Mapping[str, float], allowed: float, lines: Sequence[Sequence[str]], explained: Container[str]
+    modules: Mapping[str, float], allowed: float, lines: Sequence[Sequence[str]], known_paths: Container[str]
 ) -> str:
     """Return a sentence on where the outputs first differ.
 
@@ -270,14 +270,14 @@ def _locate_divergence(
         modules: path -> error of its output, in the order of calls.
         allowed: largest accepted error.
         lines: paths of matched layers in known call orders.
-        explained: paths of layers whose difference has a known cause, so that no other layers are searched.
+        known_paths: paths of layers whose difference has a known cause, so that no other layers are searched.
     """
     last = None
     for path, error in modules.items():
         if not error <= allowed:
             before = f"after {last!r}, which agrees, " if last is not None else ""
             said = f"The first layer whose output differs, {before}is {path!r} ({error:.1e})."
-            return said if path in explained else said + _unobserved_layers(modules, lines, last, path)
+            return said if path in known_paths else said + _unobserved_layers(modules, lines, last, path)
         last = path
     if last is None:
         return "No layer shows its output on both sides." + _unobserved_layers(modules, lines, None, None)
@@ -318,7 +318,7 @@ def _call_orders(source: Inventory, target: Inventory, pairs: Sequence[LayerMatc
 
 
 def _gradient_errors(
-    one: Evaluation, two: Evaluation, pairs: Sequence[LayerMatch], turned: Mapping[str, ChannelOrder]
+    one: Evaluation, two: Evaluation, pairs: Sequence[LayerMatch], orders: Mapping[str, ChannelOrder]
 ) -> dict[str, float]:
     """Return the gradient errors, in canonical layout, of parameters trained on both sides."""
     largest = max((float(np.max(np.abs(each))) for each in one.gradients.values() if each.size), default=0.0)
@@ -328,8 +328,8 @@ def _gradient_errors(
         theirs = _canonical_gradients(each, 1, two.gradients)
         if ours is None or theirs is None:
             continue
-        if each.target.path in turned:
-            ours = turned[each.target.path].apply(ours)
+        if each.target.path in orders:
+            ours = orders[each.target.path].apply(ours)
         for name in (name for name in ours if name in theirs):
             found[f"{each.target.path}/{name}"] = _relative_error(
                 ours[name].read(), theirs[name].read(), _FLOOR * largest

@@ -137,12 +137,14 @@ def transfer_model(
         strict: see `port`.
         given: the batches of a check; None without a check.
     """
-    way, leaves, report = plan_values(source.inventory, target.inventory, names, strict=strict)
+    plan, leaves, report = plan_values(source.inventory, target.inventory, names, strict=strict)
     assert target.converter is not None
     if given is None:
         with track_reads("filling the target", leaves) as shown:
             return target.converter.fill(target.model, shown), report
-    filled, measured = fill_and_check(source, target, leaves, way.pairs, way.turned, given, way.compared.differences)
+    filled, measured = fill_and_check(
+        source, target, leaves, plan.pairs, plan.channel_orders, given, plan.comparison.differences
+    )
     return filled, dataclasses.replace(report, checked=measured)
 
 
@@ -150,28 +152,28 @@ def plan_values(
     source: Inventory, target: Inventory, names: Mapping[str, str] | None, *, strict: bool
 ) -> tuple[TransferPlan, dict[str, Lazy], PortReport]:
     """Return the plan of a transfer, the new value of every leaf of the target by name, and the report."""
-    way = make_transfer_plan(source, target, names, strict=strict)
-    leaves, merges = new_leaf_values(way, target, strict=strict)
-    compared = way.compared
+    plan = make_transfer_plan(source, target, names, strict=strict)
+    leaves, merges = new_leaf_values(plan, target, strict=strict)
+    comparison = plan.comparison
     notes = [
-        *way.kept.check(leaves),
-        *_describe_orders(way.turned),
-        *compared.conventions,
+        *plan.tie_constraints.check(leaves),
+        *_describe_orders(plan.channel_orders),
+        *comparison.conventions,
         *_describe_left_arrays(source),
     ]
-    report = PortReport(way.moved, compared.differences, merges, notes, way.missing, way.unused, compared.unseen)
-    return way, leaves, report
+    report = PortReport(plan.moved, comparison.differences, merges, notes, plan.missing, plan.unused, comparison.unseen)
+    return plan, leaves, report
 
 
-def new_leaf_values(way: TransferPlan, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
+def new_leaf_values(plan: TransferPlan, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
     """Return the new value of every leaf of the target by name, and notes about merged arrays."""
     leaves: dict[str, Lazy] = {}
     merges: list[str] = []
     wrong: list[str] = []
-    for each in way.pairs:
+    for each in plan.pairs:
         arrays = each.fit.source.arrays(each.source.arrays)
-        if each.target.path in way.turned:
-            arrays = way.turned[each.target.path].apply(arrays)
+        if each.target.path in plan.channel_orders:
+            arrays = plan.channel_orders[each.target.path].apply(arrays)
         merges += [f"{each.target.path}: {phrase}" for phrase in each.fit.target.losses(arrays)]
         for name, value in each.fit.target.leaves(arrays, each.target.arrays).items():
             leaf = each.target.leaves[name]
@@ -191,11 +193,11 @@ def _lazy_cast(value: Lazy, dtype: Any) -> Lazy:
     return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
 
 
-def _describe_orders(turned: Mapping[str, ChannelOrder]) -> list[str]:
+def _describe_orders(orders: Mapping[str, ChannelOrder]) -> list[str]:
     return [
         f"{path}: {'rows' if order.rows else 'columns'} put from channels {'first' if order.first else 'last'} to "
-        f"channels {'last' if order.first else 'first'}, for {order.beside} beside it has {order.channels} channels"
-        for path, order in turned.items()
+        f"channels {'last' if order.first else 'first'}, for {order.neighbour} beside it has {order.channels} channels"
+        for path, order in orders.items()
     ]
 
 

@@ -18,24 +18,26 @@ _MAX_LISTED = 8
 
 
 def check_complete(
-    found: Matching, compared: AttributeComparison, source: Inventory, target: Inventory, *, strict: bool
+    found: Matching, comparison: AttributeComparison, source: Inventory, target: Inventory, *, strict: bool
 ) -> set[int]:
     """Return the ids of pairs that must not be moved; empty with `strict`, which raises instead.
 
     Raises:
         PortError: with `strict`, anything prevents the target from being equal to the source.
     """
-    unsure = [each for each in found.pairs if each.fit.unsure]
-    structural = {(each.source, each.target): each for each in compared.differences if each.structural}
+    ambiguous = [each for each in found.pairs if each.fit.ambiguity]
+    structural = {(each.source, each.target): each for each in comparison.differences if each.structural}
     other = [each for each in found.pairs if (each.source.path, each.target.path) in structural]
     if strict:
-        if found.alone[0] or found.alone[1] or found.alike:
+        if found.unmatched[0] or found.unmatched[1] or found.indistinguishable:
             raise PortError(_unmatched_message(found, source, target))
-        if unsure:
-            raise PortError(_ambiguity_message(unsure[0].source, unsure[0].target, unsure[0].fit.unsure, len(unsure)))
+        if ambiguous:
+            raise PortError(
+                _ambiguity_message(ambiguous[0].source, ambiguous[0].target, ambiguous[0].fit.ambiguity, len(ambiguous))
+            )
         if other:
             raise PortError(_structural_message([structural[each.source.path, each.target.path] for each in other]))
-    return {id(each) for each in (*unsure, *other)}
+    return {id(each) for each in (*ambiguous, *other)}
 
 
 def dtype_error(wrong: Sequence[str], target: Inventory) -> PortError:
@@ -47,22 +49,21 @@ def dtype_error(wrong: Sequence[str], target: Inventory) -> PortError:
 
 
 def _unmatched_message(found: Matching, source: Inventory, target: Inventory) -> str:
-    ours = [*found.alone[0], *(layer for group, _ in found.alike for layer in group)]
-    theirs = [*found.alone[1], *(layer for _, group in found.alike for layer in group)]
+    ours = [*found.unmatched[0], *(layer for group, _ in found.indistinguishable for layer in group)]
+    theirs = [*found.unmatched[1], *(layer for _, group in found.indistinguishable for layer in group)]
     heading = f"source ({source.framework})", f"target ({target.framework})"
     lines = [_count_message(found), format_sides(ours, theirs, heading)]
-    lines += _rename_hints(ours, theirs, alike=bool(found.alike))
+    lines += _rename_hints(ours, theirs, is_ambiguous=bool(found.indistinguishable))
     lines.append("strict=False moves the rest and leaves these as they are.")
     return "\n".join(lines)
 
 
 def _count_message(found: Matching) -> str:
     said = []
-    if found.alone[0] or found.alone[1]:
-        said.append(
-            f"{len(found.alone[0])} of the source's layers and {len(found.alone[1])} of the target's have no partner"
-        )
-    for ours, theirs in found.alike[:_MAX_LISTED]:
+    ours, theirs = found.unmatched
+    if ours or theirs:
+        said.append(f"{len(ours)} of the source's layers and {len(theirs)} of the target's have no partner")
+    for ours, theirs in found.indistinguishable[:_MAX_LISTED]:
         said.append(
             f"nothing tells which of {', '.join(layer.path for layer in ours[:4])} is which of "
             f"{', '.join(layer.path for layer in theirs[:4])}: they are alike in kind and shape, and their names say "
@@ -71,14 +72,16 @@ def _count_message(found: Matching) -> str:
     return "; ".join(said) + "."
 
 
-def _rename_hints(ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], *, alike: bool) -> list[str]:
+def _rename_hints(ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], *, is_ambiguous: bool) -> list[str]:
     """Return the nearest candidates, and the `names=` line that resolves the error."""
     suggested: dict[str, str] = {}
     lines = []
     for layer in ours[:_MAX_LISTED]:
         free = [other for other in theirs if other.path not in suggested.values()]
         fitting = [other for other in free if find_layer_fit(layer, other) is not None]
-        near = (fitting[0] if alike and fitting else _nearest_layer(layer, fitting)) or _nearest_layer(layer, theirs)
+        near = (fitting[0] if is_ambiguous and fitting else _nearest_layer(layer, fitting)) or _nearest_layer(
+            layer, theirs
+        )
         if near is None:
             continue
         if near in fitting:
@@ -90,7 +93,7 @@ def _rename_hints(ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], *,
     if suggested:
         shown_names = ", ".join(f"r{pattern!r}: {path!r}" for pattern, path in suggested.items())
         guessed = "Say which is which; if they come in the same order as here, write"
-        said = "If this is what they are, write" if not alike else guessed
+        said = "If this is what they are, write" if not is_ambiguous else guessed
         lines.append(f"{said}: names={{{shown_names}}}")
     return lines
 

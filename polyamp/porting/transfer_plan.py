@@ -23,24 +23,26 @@ class TransferPlan(NamedTuple):
 
     Attributes:
         pairs: the layers that move.
-        turned: path of a target's dense layer -> its reordering.
-        compared: comparison of settings that weights do not carry.
-        kept: constraints on ties, checked once the values are known.
+        channel_orders: path of a target's dense layer -> its reordering.
+        comparison: comparison of settings that weights do not carry.
+        tie_constraints: constraints on ties, checked once the values are known.
         missing: paths of the target's layers that stay unchanged; empty in a strict port.
         unused: paths of the source's layers that are not moved; empty in a strict port.
     """
 
     pairs: Sequence[LayerMatch]
-    turned: Mapping[str, ChannelOrder]
-    compared: AttributeComparison
-    kept: tied_weights.TieConstraints
+    channel_orders: Mapping[str, ChannelOrder]
+    comparison: AttributeComparison
+    tie_constraints: tied_weights.TieConstraints
     missing: Sequence[str]
     unused: Sequence[str]
 
     @property
     def moved(self) -> list[PortedLayer]:
         """The pairs, for a report."""
-        return [PortedLayer(each.source.path, each.target.path, each.fit.target.kind, each.told) for each in self.pairs]
+        return [
+            PortedLayer(each.source.path, each.target.path, each.fit.target.kind, each.evidence) for each in self.pairs
+        ]
 
 
 def make_transfer_plan(
@@ -51,22 +53,22 @@ def make_transfer_plan(
     Raises:
         PortError: `names` is invalid; with `strict`, a layer cannot be moved.
     """
-    found, kept = tied_weights.match_with_ties(source, target, check_rename_rules(names))
-    compared = compare_attributes(source, target, found.pairs)
-    turned = find_channel_orders(source, target, found.pairs)
-    refused = check_complete(found, compared, source, target, strict=strict)
-    if strict and (error := unknown_order_error(turned)) is not None:
+    found, tie_constraints = tied_weights.match_with_ties(source, target, check_rename_rules(names))
+    comparison = compare_attributes(source, target, found.pairs)
+    orders = find_channel_orders(source, target, found.pairs)
+    excluded = check_complete(found, comparison, source, target, strict=strict)
+    if strict and (error := unknown_order_error(orders)) is not None:
         raise error
-    blind = {path for path, order in turned.items() if order.first is None}
-    pairs = [each for each in found.pairs if id(each) not in refused and each.target.path not in blind]
+    unknown = {path for path, order in orders.items() if order.first is None}
+    pairs = [each for each in found.pairs if id(each) not in excluded and each.target.path not in unknown]
     moved = {id(each) for each in pairs}
     left = [each for each in found.pairs if id(each) not in moved]
-    alike = [[layer.path for group in found.alike for layer in group[side]] for side in (0, 1)]
+    indistinguishable = [[layer.path for group in found.indistinguishable for layer in group[side]] for side in (0, 1)]
     return TransferPlan(
         pairs,
-        {path: order for path, order in turned.items() if path not in blind},
-        compared,
-        kept,
-        [*(layer.path for layer in found.alone[1]), *alike[1], *(each.target.path for each in left)],
-        [*(layer.path for layer in found.alone[0]), *alike[0], *(each.source.path for each in left)],
+        {path: order for path, order in orders.items() if path not in unknown},
+        comparison,
+        tie_constraints,
+        [*(layer.path for layer in found.unmatched[1]), *indistinguishable[1], *(each.target.path for each in left)],
+        [*(layer.path for layer in found.unmatched[0]), *indistinguishable[0], *(each.source.path for each in left)],
     )

@@ -72,17 +72,17 @@ def align(way: TransferPlan) -> Alignment:
     """Return the alignment of two sides."""
     leaves = {each.target.path: each.source.path for each in way.pairs}
     holders = _container_pairs(leaves)
-    behind, applied = _fused_activations(way.pairs, way.compared.differences)
+    behind, applied = _fused_activations(way.pairs, way.comparison.differences)
     differs: dict[str, list[str]] = {}
     structure: dict[str, list[str]] = {}
-    for each in way.compared.differences:
+    for each in way.comparison.differences:
         for path in {
             each.source: 0,
             leaves.get(each.target, each.source): 0,
         }:  # an activation may be a layer's or its own
             differs.setdefault(path, []).append(str(each))
             structure.setdefault(path, []).append(each.attribute)
-    notes = [f"the weights do not carry: {line}" for line in format_differences(way.compared.differences)]
+    notes = [f"the weights do not carry: {line}" for line in format_differences(way.comparison.differences)]
     notes += [f"no partner for {path} of the first side" for path in way.unused]
     notes += [f"no partner for {path} of the second side" for path in way.missing]
     merged = [each.source.path for each in way.pairs if _has_merge_mismatch(each)]
@@ -106,7 +106,7 @@ def align(way: TransferPlan) -> Alignment:
         merged=merged,
         kinds={each.source.path: each.fit.source.kind for each in way.pairs},
         biased=biased,
-        turned=[each.source.path for each in way.pairs if each.target.path in way.turned],
+        turned=[each.source.path for each in way.pairs if each.target.path in way.channel_orders],
         differs=differs,
         structure=structure,
         notes=notes,
@@ -117,7 +117,7 @@ def array_mappings(way: TransferPlan) -> ArrayMappingPair:
     """Return the array mappings of both sides, under the first side's names."""
     first = [ArrayMapping(each.source.path, each.source, each.fit.source) for each in way.pairs]
     second = [
-        ArrayMapping(each.source.path, each.target, each.fit.target, way.turned.get(each.target.path))
+        ArrayMapping(each.source.path, each.target, each.fit.target, way.channel_orders.get(each.target.path))
         for each in way.pairs
     ]
     return ArrayMappingPair(first, second)

@@ -39,32 +39,32 @@ def regroup_attention(
     sides = list(source), list(target)
     pairs: list[FittedPair] = []
     for number in (0, 1):  # dense layers on one side, an attention layer on the other
-        hands = _find_dense_attentions(sides[number])
+        composed = _find_dense_attentions(sides[number])
         whole = [layer for layer in sides[1 - number] if layer.forms[0].kind == "attention"]
-        for hand, other in _pair_by_numbers(hands, whole):
-            made = _attention_layer(hand, other)
-            way = None if made is None else find_layer_fit(*((made, other) if number == 0 else (other, made)))
-            if made is not None and way is not None:
-                way = way._replace(unsure=way.unsure or _ambiguity_reason(hand))
-                pairs.append((made, other, way) if number == 0 else (other, made, way))
-                sides[number][:] = [layer for layer in sides[number] if layer not in hand.parts.values()]
+        for attention, other in _pair_by_numbers(composed, whole):
+            made = _attention_layer(attention, other)
+            fit = None if made is None else find_layer_fit(*((made, other) if number == 0 else (other, made)))
+            if made is not None and fit is not None:
+                fit = fit._replace(ambiguity=fit.ambiguity or _ambiguity_reason(attention))
+                pairs.append((made, other, fit) if number == 0 else (other, made, fit))
+                sides[number][:] = [layer for layer in sides[number] if layer not in attention.parts.values()]
                 sides[1 - number][:] = [layer for layer in sides[1 - number] if layer is not other]
     for one, two in _pair_by_numbers(_find_dense_attentions(sides[0]), _find_dense_attentions(sides[1])):
         if one.parts.keys() == two.parts.keys():
             continue
         lengths = _packed_lengths(one) or _packed_lengths(two)
         made_one, made_two = (_projection_layer(each, lengths) for each in (one, two)) if lengths else (None, None)
-        way = None if made_one is None or made_two is None else find_layer_fit(made_one, made_two)
-        if made_one is not None and made_two is not None and way is not None:
+        fit = None if made_one is None or made_two is None else find_layer_fit(made_one, made_two)
+        if made_one is not None and made_two is not None and fit is not None:
             pairs.append(
                 (
                     made_one,
                     made_two,
-                    way._replace(unsure=way.unsure or _ambiguity_reason(one) or _ambiguity_reason(two)),
+                    fit._replace(ambiguity=fit.ambiguity or _ambiguity_reason(one) or _ambiguity_reason(two)),
                 )
             )
-            for side, hand in zip(sides, (one, two), strict=True):
-                side[:] = [layer for layer in side if layer not in hand.parts.values()]
+            for side, attention in zip(sides, (one, two), strict=True):
+                side[:] = [layer for layer in side if layer not in attention.parts.values()]
     return pairs, sides
 
 
@@ -105,10 +105,10 @@ def _pair_by_numbers(
     return [(ours[mine], theirs[yours]) for mine, yours in zip(sorted(ours), sorted(theirs), strict=True)]
 
 
-def _ambiguity_reason(hand: _DenseAttention) -> str:
+def _ambiguity_reason(attention: _DenseAttention) -> str:
     """Return why the reading of the dense layers is ambiguous, given that the first form of each is used; "" if each
     has one form."""
-    for layer in hand.parts.values():
+    for layer in attention.parts.values():
         first, *others = layer.forms
         if any(each.kind == first.kind and each.shapes(layer.arrays) == first.shapes(layer.arrays) for each in others):
             either = "(inputs, features) or (features, inputs)"
@@ -116,15 +116,15 @@ def _ambiguity_reason(hand: _DenseAttention) -> str:
     return ""
 
 
-def _attention_layer(hand: _DenseAttention, other: NativeLayer) -> NativeLayer | None:
+def _attention_layer(attention: _DenseAttention, other: NativeLayer) -> NativeLayer | None:
     """Return the dense layers as one "attention" layer with the heads of `other`; None if shapes do not allow it."""
-    return _merge_layers(hand, "attention", other.forms[0].shapes(other.arrays))
+    return _merge_layers(attention, "attention", other.forms[0].shapes(other.arrays))
 
 
-def _projection_layer(hand: _DenseAttention, lengths: Sequence[int]) -> NativeLayer | None:
+def _projection_layer(attention: _DenseAttention, lengths: Sequence[int]) -> NativeLayer | None:
     """Return the dense layers as one layer with separate queries, keys and values of these lengths."""
     shapes: dict[str, Shape] = {}
-    for role, layer in hand.parts.items():
+    for role, layer in attention.parts.items():
         own = layer.forms[0].shapes(layer.arrays)
         roles = _SEPARATE_ROLES if role == _PACKED_ROLE else (role,)
         for each in roles:
@@ -132,13 +132,15 @@ def _projection_layer(hand: _DenseAttention, lengths: Sequence[int]) -> NativeLa
             shapes[f"{each}_kernel"] = (own["kernel"][0], length)
             if "bias" in own:
                 shapes[f"{each}_bias"] = (length,)
-    return _merge_layers(hand, "projections", shapes)
+    return _merge_layers(attention, "projections", shapes)
 
 
-def _packed_lengths(hand: _DenseAttention) -> tuple[int, ...] | None:
-    if _PACKED_ROLE in hand.parts:
+def _packed_lengths(attention: _DenseAttention) -> tuple[int, ...] | None:
+    if _PACKED_ROLE in attention.parts:
         return None
-    return tuple(hand.parts[role].forms[0].shapes(hand.parts[role].arrays)["kernel"][1] for role in _SEPARATE_ROLES)
+    return tuple(
+        attention.parts[role].forms[0].shapes(attention.parts[role].arrays)["kernel"][1] for role in _SEPARATE_ROLES
+    )
 
 
 def _role_rules(role: str, layer: NativeLayer, shapes: Mapping[str, Shape]) -> list[Rule] | None:
@@ -172,16 +174,16 @@ def _flat_shape(shape: Shape, part: str, role: str) -> Shape:
     return (shape[0] * shape[1], shape[2]) if role == "output" else (shape[0], shape[1] * shape[2])
 
 
-def _merge_layers(hand: _DenseAttention, kind: str, shapes: Mapping[str, Shape]) -> NativeLayer | None:
+def _merge_layers(attention: _DenseAttention, kind: str, shapes: Mapping[str, Shape]) -> NativeLayer | None:
     """Return the dense layers as one layer with arrays of these shapes; None if they have no such arrays."""
     rules: list[Rule] = []
-    for role, layer in hand.parts.items():
+    for role, layer in attention.parts.items():
         made = _role_rules(role, layer, shapes)
         if made is None:
             return None
         rules += made
     leaves: dict[str, InventoryLeaf] = {
-        f"{role}/{name}": leaf for role, layer in hand.parts.items() for name, leaf in layer.leaves.items()
+        f"{role}/{name}": leaf for role, layer in attention.parts.items() for name, leaf in layer.leaves.items()
     }
-    modules = dict.fromkeys(layer.module for layer in hand.parts.values() if layer.module)
-    return NativeLayer(hand.path, leaves, (Form(kind, tuple(rules)),), " + ".join(modules))
+    modules = dict.fromkeys(layer.module for layer in attention.parts.values() if layer.module)
+    return NativeLayer(attention.path, leaves, (Form(kind, tuple(rules)),), " + ".join(modules))

@@ -102,24 +102,24 @@ def compare_attributes(source: Inventory, target: Inventory, pairs: Sequence[Lay
 def _compare_pair(
     source: NativeLayer,
     target: NativeLayer,
-    way: LayerFit,
+    fit: LayerFit,
     differences: list[Difference],
     conventions: dict[str, None],
     unseen: dict[str, int],
 ) -> None:
-    kind = way.source.kind
-    if kind != way.target.kind:
+    kind = fit.source.kind
+    if kind != fit.target.kind:
         return
-    ours, theirs = dict(to_json_value(way.source.attributes)), dict(to_json_value(way.target.attributes))
+    ours, theirs = dict(to_json_value(fit.source.attributes)), dict(to_json_value(fit.target.attributes))
     for name in sorted({*ours, *theirs}):
         attribute = find_attribute(kind, name)
         if not attribute.compared or (name == "activation" and kind not in RECURRENT_KINDS):
             continue  # the activations of other layers: `_activation_differences`
         if name not in ours or name not in theirs:
-            usual = _is_neutral_value(attribute, ours.get(name, theirs.get(name)), way, source)
+            usual = _is_neutral_value(attribute, ours.get(name, theirs.get(name)), fit, source)
             if not usual and (kind not in KINDS or name in KINDS[kind].attributes):
                 unseen[name] = unseen.get(name, 0) + 1
-        elif not _has_equal_attribute(name, ours, theirs, way, source):
+        elif not _has_equal_attribute(name, ours, theirs, fit, source):
             if attribute.convention is not None:
                 conventions[attribute.convention(ours[name])] = None
                 continue
@@ -128,13 +128,13 @@ def _compare_pair(
             differences.append(Difference(source.path, target.path, name, *values, line, attribute.structural))
 
 
-def _is_neutral_value(attribute: Attribute, value: Any, way: LayerFit, source: NativeLayer) -> bool:
+def _is_neutral_value(attribute: Attribute, value: Any, fit: LayerFit, source: NativeLayer) -> bool:
     """Return whether an attribute that one framework lacks has the value that is equivalent to its absence."""
     if value is None or attribute.convention is not None:
         return True
     neutral = attribute.neutral
     if callable(neutral):
-        neutral = neutral(way.source.shapes(source.arrays))
+        neutral = neutral(fit.source.shapes(source.arrays))
     return neutral is not None and _is_same_value(value, neutral)
 
 
@@ -143,11 +143,11 @@ def _setting_line(write: Callable[[Any], str] | None, value: Any) -> str:
 
 
 def _has_equal_attribute(
-    name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], way: LayerFit, source: NativeLayer
+    name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], fit: LayerFit, source: NativeLayer
 ) -> bool:
     one, other = ours[name], theirs[name]
     if name == "padding":
-        kernel = way.source.shapes(source.arrays).get("kernel") or (*ours.get("window", ()), 0, 0)  # a pooling has none
+        kernel = fit.source.shapes(source.arrays).get("kernel") or (*ours.get("window", ()), 0, 0)  # a pooling has none
         return bool(_normalize_padding(one, ours, kernel) == _normalize_padding(other, theirs, kernel))
     return _is_same_value(one, other)
 

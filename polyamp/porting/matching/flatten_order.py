@@ -24,13 +24,13 @@ class ChannelOrder(NamedTuple):
         channels: number of channels.
         rows: True if a flatten precedes the layer; False if its output is reshaped into an image.
         first: True if the source has the channels first; None if one side does not report their position.
-        beside: path of the source's layer that determines the number of channels.
+        neighbour: path of the source's layer that determines the number of channels.
     """
 
     channels: int
     rows: bool
     first: bool | None
-    beside: str
+    neighbour: str
 
     def apply(self, arrays: Mapping[str, Lazy], *, back: bool = False) -> dict[str, Lazy]:
         """Return the canonical arrays of the layer in the target's order; with `back`, the target's arrays in the
@@ -62,7 +62,7 @@ def find_channel_orders(source: Inventory, target: Inventory, pairs: Sequence[La
     side = source if source.ordered else target
     place = {layer.path: number for number, layer in enumerate(side.layers)}
     own = [(each.source if source.ordered else each.target).path for each in pairs]
-    lined = [
+    ordered = [
         each
         for _, each in sorted(
             ((place[path], each) for path, each in zip(own, pairs, strict=True) if path in place),
@@ -70,30 +70,30 @@ def find_channel_orders(source: Inventory, target: Inventory, pairs: Sequence[La
         )
     ]
     found = {}
-    for number, each in enumerate(lined):
+    for number, each in enumerate(ordered):
         if each.fit.source.kind != "dense" or each.fit.target.kind != "dense":
             continue
         inputs, features = each.fit.source.shapes(each.source.arrays)["kernel"]
-        before = _channel_count(lined[number - 1], "features") if number else None
-        behind = _channel_count(lined[number + 1], "inputs") if number + 1 < len(lined) else None
+        before = _channel_count(ordered[number - 1], "features") if number else None
+        after = _channel_count(ordered[number + 1], "inputs") if number + 1 < len(ordered) else None
         first = None if ours is None or theirs is None else ours == "first"
         if before and inputs > before and inputs % before == 0:
-            found[each.target.path] = ChannelOrder(before, True, first, lined[number - 1].source.path)
-        elif behind and features > behind and features % behind == 0:
-            found[each.target.path] = ChannelOrder(behind, False, first, lined[number + 1].source.path)
+            found[each.target.path] = ChannelOrder(before, True, first, ordered[number - 1].source.path)
+        elif after and features > after and features % after == 0:
+            found[each.target.path] = ChannelOrder(after, False, first, ordered[number + 1].source.path)
     return found
 
 
-def unknown_order_error(turned: Mapping[str, ChannelOrder]) -> PortError | None:
+def unknown_order_error(orders: Mapping[str, ChannelOrder]) -> PortError | None:
     """Return the error for a flatten whose order cannot be determined; None if there is none."""
-    paths = [path for path, order in turned.items() if order.first is None]
-    if not paths:
-        return None
-    return PortError(
-        f"the order of the {'rows' if turned[paths[0]].rows else 'columns'} of {paths[0]!r} cannot be told: it lies "
-        f"beside {turned[paths[0]].beside!r}, whose {turned[paths[0]].channels} channels were flattened, and one side "
-        "does not say whether it has channels first or last. check=batch shows it."
-    )
+    for path, order in orders.items():
+        if order.first is None:
+            return PortError(
+                f"the order of the {'rows' if order.rows else 'columns'} of {path!r} cannot be told: it lies beside "
+                f"{order.neighbour!r}, whose {order.channels} channels were flattened, and one side does not say "
+                "whether it has channels first or last. check=batch shows it."
+            )
+    return None
 
 
 def _channel_count(match: LayerMatch, role: str) -> int | None:

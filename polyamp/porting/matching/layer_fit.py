@@ -28,18 +28,18 @@ class LayerFit(NamedTuple):
     Attributes:
         source: form with which the source's layer is read.
         target: form with which the target's layer is written; its canonical arrays have the source's names.
-        unsure: why this reading may be the wrong one, a sentence; "" if it is certain.
+        ambiguity: why this reading may be the wrong one, a sentence; "" if it is certain.
     """
 
     source: Form
     target: Form
-    unsure: str = ""
+    ambiguity: str = ""
 
 
 def find_layer_fit(source: NativeLayer, target: NativeLayer) -> LayerFit | None:
     """Return the conversion from `source` to `target`; None if the layers do not fit.
 
-    If several readings fit, the likeliest is returned; `unsure` is set if they place the numbers differently.
+    If several readings fit, the likeliest is returned; `ambiguity` is set if they place the numbers differently.
 
     >>> import numpy as np
     >>> from polyamp.porting.layouts.inventory import InventoryLeaf
@@ -47,7 +47,7 @@ def find_layer_fit(source: NativeLayer, target: NativeLayer) -> LayerFit | None:
     >>> def layer(path, **arrays):
     ...     leaves = {name: InventoryLeaf(f"{path}/{name}", Lazy.of(array)) for name, array in arrays.items()}
     ...     return NativeLayer(path, leaves, (Form("dense", same(*arrays)),))
-    >>> find_layer_fit(layer("a", kernel=np.zeros((2, 3))), layer("b", kernel=np.ones((2, 3)))).unsure
+    >>> find_layer_fit(layer("a", kernel=np.zeros((2, 3))), layer("b", kernel=np.ones((2, 3)))).ambiguity
     ''
     >>> find_layer_fit(layer("a", kernel=np.zeros((2, 3))), layer("b", kernel=np.ones((3, 2)))) is None
     True
@@ -59,7 +59,7 @@ def find_layer_fit(source: NativeLayer, target: NativeLayer) -> LayerFit | None:
     others = [each for each in found[1:] if not _is_same_placement(best, each, source, target)]
     if not others or _is_decisive(best, others, source, target):
         return best
-    return best._replace(unsure=_ambiguity_reason(best, others[0]))
+    return best._replace(ambiguity=_ambiguity_reason(best, others[0]))
 
 
 def _is_decisive(best: LayerFit, others: list[LayerFit], source: NativeLayer, target: NativeLayer) -> bool:

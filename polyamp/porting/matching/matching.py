@@ -28,14 +28,14 @@ class LayerMatch(NamedTuple):
         source: the source's layer; several layers are merged if the other framework has them as one.
         target: the target's.
         fit: conversion of the arrays from one to the other.
-        told: evidence of the match: "names=", "name", "number", "alone" (nothing else fits), "neighbour"
-            (the layer next to it is matched), "order" (the weakest).
+        evidence: "names=", "name", "number", "alone" (nothing else fits), "neighbour" (the layer next to it is
+            matched), "order" (the weakest).
     """
 
     source: NativeLayer
     target: NativeLayer
     fit: LayerFit
-    told: str
+    evidence: str
 
 
 @dataclasses.dataclass
@@ -44,25 +44,25 @@ class Matching:
 
     Attributes:
         pairs: the layers that have a partner.
-        alone: layers without a partner: of the source, of the target.
-        alike: groups of layers that all fit each other and cannot be distinguished.
+        unmatched: layers without a partner: of the source, of the target.
+        indistinguishable: groups of layers that all fit each other and cannot be distinguished.
     """
 
     pairs: list[LayerMatch] = dataclasses.field(default_factory=list)
-    alone: tuple[list[NativeLayer], list[NativeLayer]] = dataclasses.field(default_factory=lambda: ([], []))
-    alike: list[tuple[list[NativeLayer], list[NativeLayer]]] = dataclasses.field(default_factory=list)
+    unmatched: tuple[list[NativeLayer], list[NativeLayer]] = dataclasses.field(default_factory=lambda: ([], []))
+    indistinguishable: list[tuple[list[NativeLayer], list[NativeLayer]]] = dataclasses.field(default_factory=list)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every layer has a partner."""
-        return not self.alone[0] and not self.alone[1]
+        return not self.unmatched[0] and not self.unmatched[1]
 
     def add(self, other: Matching) -> None:
         """Add the result of a subtree."""
         self.pairs += other.pairs
-        self.alike += other.alike
-        self.alone[0].extend(other.alone[0])
-        self.alone[1].extend(other.alone[1])
+        self.indistinguishable += other.indistinguishable
+        self.unmatched[0].extend(other.unmatched[0])
+        self.unmatched[1].extend(other.unmatched[1])
 
 
 def match_layers(
@@ -112,9 +112,9 @@ def _pair_named(
             path in given
             and other is not None
             and path not in taken
-            and (way := find_layer_fit(layer, other)) is not None
+            and (fit := find_layer_fit(layer, other)) is not None
         ):
-            found.pairs.append(LayerMatch(layer, other, way, "names="))
+            found.pairs.append(LayerMatch(layer, other, fit, "names="))
             taken.add(path)
     done = {id(each.source) for each in found.pairs}
     return [(path, layer) for path, layer in ours if id(layer) not in done], [
@@ -139,15 +139,15 @@ class _Search:
         """Match the layers in two lists of nodes."""
         found = Matching()
         sides = list(source), list(target)
-        around = list(source), list(target)  # all nodes in order, at the current depth
+        all_nodes = list(source), list(target)  # all nodes in order, at the current depth
         while sides[0] and sides[1]:
-            if not self._pair_heaviest(sides, around, found) and not _open_heaviest(sides, around):
+            if not self._pair_heaviest(sides, all_nodes, found) and not _open_heaviest(sides, all_nodes):
                 break
         for number in (0, 1):
-            found.alone[number].extend(leaf.layer for node in sides[number] for leaf in node.leaves() if leaf.layer)
-        return _regroup_attention(found) if found.alone[0] and found.alone[1] else found
+            found.unmatched[number].extend(leaf.layer for node in sides[number] for leaf in node.leaves() if leaf.layer)
+        return _regroup_attention(found) if found.unmatched[0] and found.unmatched[1] else found
 
-    def _pair_heaviest(self, sides: _Sides, around: _Sides, found: Matching) -> bool:
+    def _pair_heaviest(self, sides: _Sides, all_nodes: _Sides, found: Matching) -> bool:
         """Pair the nodes of the largest mass with equal counts on both sides; return False if there are none."""
         counts = Counter(node.mass for node in sides[0]), Counter(node.mass for node in sides[1])
         closed = any(node.layer is None for side in sides for node in side)
@@ -161,8 +161,10 @@ class _Search:
                 continue
             if groups[0][0].layer is not None and not _is_mass_exhausted(mass, sides):
                 continue
-            done = self._group(groups[0], groups[1], in_step=_node_masses(around, 0) == _node_masses(around, 1))
-            if done is None or (closed and done.alike and any(node.layer is not None for node in groups[0])):
+            done = self._group(groups[0], groups[1], in_step=_node_masses(all_nodes, 0) == _node_masses(all_nodes, 1))
+            if done is None or (
+                closed and done.indistinguishable and any(node.layer is not None for node in groups[0])
+            ):
                 continue  # opened modules may distinguish them
             found.add(done)
             for side, group in zip(sides, groups, strict=True):
@@ -194,13 +196,13 @@ class _Search:
                 else pair_nodes(ours, theirs, ordered=self._ordered, in_step=in_step)
             )
             if pairs is None:
-                found.alike.append((_node_layers(ours), _node_layers(theirs)))
+                found.indistinguishable.append((_node_layers(ours), _node_layers(theirs)))
                 continue
-            for one, other, told in pairs:
+            for one, other, evidence in pairs:
                 part = self._match_nodes(one, other)
                 assert part is not None
                 if one.layer is not None and len(part.pairs) == 1:
-                    part = Matching([part.pairs[0]._replace(told=told)], part.alone, part.alike)
+                    part = Matching([part.pairs[0]._replace(evidence=evidence)], part.unmatched, part.indistinguishable)
                 found.add(part)
         return found
 
@@ -229,53 +231,53 @@ class _Search:
 
     def _try(self, source: ModuleNode, target: ModuleNode) -> Matching | None:
         if source.layer is not None and target.layer is not None:
-            way = find_layer_fit(source.layer, target.layer)
-            return None if way is None else Matching([LayerMatch(source.layer, target.layer, way, "alone")])
+            fit = find_layer_fit(source.layer, target.layer)
+            return None if fit is None else Matching([LayerMatch(source.layer, target.layer, fit, "alone")])
         found = self.align(source.children or [source], target.children or [target])
-        return found if found.whole else None
+        return found if found.is_complete else None
 
 
 def _pair_by_neighbours(found: Matching) -> None:
     """Pair indistinguishable layers by their neighbours. Norms matched by number or order are included if the
     convolutions next to them contradict the match."""
     _drop_doubtful_pairs(found)
-    for group in list(found.alike):
+    for group in list(found.indistinguishable):
         couples = neighbours.pair_by_neighbours(
             *group, [(each.source, each.target) for each in found.pairs], _all_layers(found)
         )
-        ways = [find_layer_fit(one, other) for one, other in couples or ()]
-        if couples is not None and None not in ways:
-            found.alike.remove(group)
-            found.pairs += [LayerMatch(*each, way, "neighbour") for each, way in zip(couples, ways, strict=True) if way]
+        fits = [find_layer_fit(one, other) for one, other in couples or ()]
+        if couples is not None and None not in fits:
+            found.indistinguishable.remove(group)
+            found.pairs += [LayerMatch(*each, fit, "neighbour") for each, fit in zip(couples, fits, strict=True) if fit]
 
 
 def _drop_doubtful_pairs(found: Matching) -> None:
     """Drop the pairs of norms that their neighbours contradict."""
     doubtful = ("number", "order")
-    norms = [each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.told in doubtful]
+    norms = [each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.evidence in doubtful]
     others = [(each.source, each.target) for each in found.pairs if each not in norms]
     groups: dict[tuple[int, str], list[LayerMatch]] = {}
     for each in norms:
         groups.setdefault((count_values(each.source), each.fit.source.kind), []).append(each)
     for group in groups.values():
-        beside = neighbours.NeighbourIndex(others, [each.target for each in group], _all_layers(found))
-        said = [(beside.find_partner(each.source), each.target) for each in group]
+        neighbour_index = neighbours.NeighbourIndex(others, [each.target for each in group], _all_layers(found))
+        said = [(neighbour_index.find_partner(each.source), each.target) for each in group]
         if any(partner is not None and partner is not target for partner, target in said):
             found.pairs = [each for each in found.pairs if all(each is not one for one in group)]
-            found.alike.append(([each.source for each in group], [each.target for each in group]))
+            found.indistinguishable.append(([each.source for each in group], [each.target for each in group]))
 
 
 def _all_layers(found: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
     """Return all layers of both sides."""
     ours = [
         *(each.source for each in found.pairs),
-        *found.alone[0],
-        *(layer for one, _ in found.alike for layer in one),
+        *found.unmatched[0],
+        *(layer for one, _ in found.indistinguishable for layer in one),
     ]
     theirs = [
         *(each.target for each in found.pairs),
-        *found.alone[1],
-        *(layer for _, two in found.alike for layer in two),
+        *found.unmatched[1],
+        *(layer for _, two in found.indistinguishable for layer in two),
     ]
     return ours, theirs
 
@@ -301,19 +303,19 @@ def _is_mass_exhausted(mass: int, sides: _Sides) -> bool:
     return not any(leaf.mass == mass for side in sides for node in side if node.layer is None for leaf in node.leaves())
 
 
-def _open_heaviest(sides: _Sides, around: _Sides) -> bool:
+def _open_heaviest(sides: _Sides, all_nodes: _Sides) -> bool:
     """Replace the heaviest modules by their children; return False if all nodes are layers."""
     heaviest = max((node.mass for side in sides for node in side if node.layer is None), default=0)
     if not heaviest:
         return False
     for number in (0, 1):
         opened = {id(node): node.dissolve() for node in sides[number] if node.layer is None and node.mass == heaviest}
-        for nodes in (sides[number], around[number]):
+        for nodes in (sides[number], all_nodes[number]):
             nodes[:] = [new for node in nodes for new in opened.get(id(node), [node])]
     return True
 
 
 def _regroup_attention(found: Matching) -> Matching:
     """Match attention and its projections if one side has them as one layer and the other as several."""
-    pairs, alone = attention_groups.regroup_attention(*found.alone)
-    return Matching([*found.pairs, *(LayerMatch(*each, "name") for each in pairs)], alone, found.alike)
+    pairs, unmatched = attention_groups.regroup_attention(*found.unmatched)
+    return Matching([*found.pairs, *(LayerMatch(*each, "name") for each in pairs)], unmatched, found.indistinguishable)

@@ -50,10 +50,10 @@ def match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, st
     first = match_layers(source, target, names)
     found = first
     for tied in ((True, False), (False, True)):
-        if found.whole or not _has_ties((source, target)[tied.index(True)]):
+        if found.is_complete or not _has_ties((source, target)[tied.index(True)]):
             continue
         again = match_layers(source, target, names, tied=tied)
-        found = again if again.whole else found
+        found = again if again.is_complete else found
     notes, equal = [], []
     for each in found.pairs:
         owners = [_tie_owners(layer) for layer in (each.source, each.target)]

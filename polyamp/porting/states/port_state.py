@@ -105,43 +105,43 @@ def port_state(
     """
     ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
     _check_same_slots(ours, theirs)
-    found = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict)
-    ways = [
+    plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict)
+    mappings = [
         (
-            ArrayMapping(each.target.path, each.source, each.fit.source, found.turned.get(each.target.path)),
+            ArrayMapping(each.target.path, each.source, each.fit.source, plan.channel_orders.get(each.target.path)),
             ArrayMapping(each.target.path, each.target, each.fit.target),
         )
-        for each in found.pairs
+        for each in plan.pairs
     ]
     changed = recipe_comparison.compare_recipes(
-        ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained_leaf_pairs(ways, ours, theirs)
+        ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained_leaf_pairs(mappings, ours, theirs)
     )
     if strict:
         _check_recipe(changed, ours, theirs)
-    state = canonical_state(ours, [way for way, _ in ways])
-    arrays, said = native_state_arrays(state, theirs, [way for _, way in ways])
+    state = canonical_state(ours, [mapping for mapping, _ in mappings])
+    arrays, said = native_state_arrays(state, theirs, [mapping for _, mapping in mappings])
     said += _write_loss_scale(arrays, ours, theirs, state.loss_scale)
-    said += _split_bias_notes(ways) + ([_MISSING_COUNT_NOTE] if ours.step is None else [])
-    said += found.kept.check({name: Lazy.of(arrays[array]) for name, array in theirs.leaves.items()})
+    said += _split_bias_notes(mappings) + ([_MISSING_COUNT_NOTE] if ours.step is None else [])
+    said += plan.tie_constraints.check({name: Lazy.of(arrays[array]) for name, array in theirs.leaves.items()})
     merges = [
-        f"{way.path}: {phrase}, and either's moments are kept for both"
-        for _, way in ways
-        for phrase in way.form.losses(transfer_arrays(way, state.parameters))
+        f"{mapping.path}: {phrase}, and either's moments are kept for both"
+        for _, mapping in mappings
+        for phrase in mapping.form.losses(transfer_arrays(mapping, state.parameters))
     ]
     report = StateReport(
-        found.moved,
-        found.compared.differences,
+        plan.moved,
+        plan.comparison.differences,
         merges,
         [
             *said,
             *ours.optimizer.notes,
             *theirs.optimizer.notes,
-            *found.compared.conventions,
+            *plan.comparison.conventions,
             *_random_stream_notes(theirs),
         ],
-        found.missing,
-        found.unused,
-        found.compared.unseen,
+        plan.missing,
+        plan.unused,
+        plan.comparison.unseen,
         recipe=changed,
     )
     assert theirs.replaced is not None
@@ -157,8 +157,8 @@ def _split_bias_notes(pairs: Sequence[tuple[ArrayMapping, ArrayMapping]]) -> lis
     found = []
     for ours, theirs in pairs:
         merged = [
-            any(isinstance(operation, Merge) for rule in way.form.rules for operation in rule.operations)
-            for way in (ours, theirs)
+            any(isinstance(operation, Merge) for rule in mapping.form.rules for operation in rule.operations)
+            for mapping in (ours, theirs)
         ]
         if merged == [True, False]:
             found.append(

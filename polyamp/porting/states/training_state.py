@@ -60,35 +60,38 @@ class ArrayMapping(NamedTuple):
     order: ChannelOrder | None = None
 
 
-def canonical_state(own: TrainingSide, ways: Sequence[ArrayMapping]) -> TrainingState:
+def canonical_state(own: TrainingSide, mappings: Sequence[ArrayMapping]) -> TrainingState:
     """Convert a side to canonical layout."""
     parameters: dict[str, Lazy] = {}
     slots: SlotArrays = {slot: {} for slot in own.optimizer.slots}
     counts: dict[str, int] = {}
-    for way in ways:
-        held = {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in way.layer.leaves.items()}
-        parameters |= _named_arrays(way, way.form.arrays(held))
+    for mapping in mappings:
+        held = {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in mapping.layer.leaves.items()}
+        parameters |= _named_arrays(mapping, mapping.form.arrays(held))
         for slot in slots:
             if own.optimizer.is_number(slot):
-                slots[slot] |= _canonical_numbers(own, slot, way)
+                slots[slot] |= _canonical_numbers(own, slot, mapping)
                 continue
-            kept = {name: _read_slot(own, slot, leaf) for name, leaf in way.layer.leaves.items()}
+            kept = {name: _read_slot(own, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
             there = {name: array for name, array in kept.items() if array is not None}
-            slots[slot] |= _named_arrays(way, _available_native_rules(way.form, there).arrays(there, gradients=True))
-        for rule in way.form.rules:
+            slots[slot] |= _named_arrays(
+                mapping, _available_native_rules(mapping.form, there).arrays(there, gradients=True)
+            )
+        for rule in mapping.form.rules:
             known = [
-                _update_count(own, leaf.tied or leaf.name) for leaf in (way.layer.leaves[name] for name in rule.native)
+                _update_count(own, leaf.tied or leaf.name)
+                for leaf in (mapping.layer.leaves[name] for name in rule.native)
             ]
             counted = [number for number in known if number is not None]
             if counted:
-                counts |= {f"{way.path}/{name}": max(counted) for name in rule.canonical}
+                counts |= {f"{mapping.path}/{name}": max(counted) for name in rule.canonical}
     fields = {name: f"loss_scale/{name}" for name in LossScaleState._fields}
     scale = {name: own.arrays[array].item() for name, array in fields.items() if array in own.arrays}
     return TrainingState(parameters, slots, counts, own.optimizer.type, scale, own.step or 0)
 
 
 def native_state_arrays(
-    given: TrainingState, own: TrainingSide, ways: Sequence[ArrayMapping]
+    given: TrainingState, own: TrainingSide, mappings: Sequence[ArrayMapping]
 ) -> tuple[dict[str, Array], list[str]]:
     """Return a side's arrays with the values of a canonical state, and notes for the report."""
     new = dict(own.arrays)
@@ -96,29 +99,29 @@ def native_state_arrays(
     counts = {
         leaf: _update_count(own, leaf) or 0 for leaf in own.optimizer.counts
     }  # own values for leaves that nothing is moved to
-    for way in ways:
-        like = way.layer.arrays
-        values = transfer_arrays(way, given.parameters)
-        for name, array in _available_canonical_rules(way.form, values).leaves(values, like).items():
-            _write_values(new, own, way.layer.leaves[name], own.leaves[way.layer.leaves[name].name], array)
+    for mapping in mappings:
+        like = mapping.layer.arrays
+        values = transfer_arrays(mapping, given.parameters)
+        for name, array in _available_canonical_rules(mapping.form, values).leaves(values, like).items():
+            _write_values(new, own, mapping.layer.leaves[name], own.leaves[mapping.layer.leaves[name].name], array)
         for slot, names in own.optimizer.slots.items():
-            values = transfer_arrays(way, given.slots.get(slot, {}))
+            values = transfer_arrays(mapping, given.slots.get(slot, {}))
             if own.optimizer.is_number(slot):
-                fresh += _write_slot_numbers(new, own, slot, way, values, given.counts)
+                fresh += _write_slot_numbers(new, own, slot, mapping, values, given.counts)
                 continue
-            made = _available_canonical_rules(way.form, values).leaves(values, like, moments=True)
-            for name, leaf in way.layer.leaves.items():
+            made = _available_canonical_rules(mapping.form, values).leaves(values, like, moments=True)
+            for name, leaf in mapping.layer.leaves.items():
                 if leaf.tied is None and leaf.name in names:
                     array = made.get(name) or _initial_slot(own, slot, leaf)
                     fresh += [leaf.name] if name not in made else []
                     _write_values(
                         new, own, leaf, names[leaf.name], array, 1.0 / own.optimizer.factors.get(slot, 1.0), 4
                     )
-        for rule in way.form.rules:
-            known = [given.counts.get(f"{way.path}/{name}") for name in rule.canonical]
+        for rule in mapping.form.rules:
+            known = [given.counts.get(f"{mapping.path}/{name}") for name in rule.canonical]
             number = max((count for count in known if count is not None), default=given.step)
             for name in rule.native:
-                leaf = way.layer.leaves[name]
+                leaf = mapping.layer.leaves[name]
                 counts[leaf.name] = 0 if leaf.name in fresh else number
     said = _write_counts(new, own, counts, given.step)
     if fresh:
@@ -127,16 +130,16 @@ def native_state_arrays(
     return new, said
 
 
-def _named_arrays(way: ArrayMapping, arrays: dict[str, Lazy]) -> dict[str, Lazy]:
-    if way.order is not None and (not way.order.rows or "kernel" in arrays):
-        arrays = way.order.apply(arrays)
-    return {f"{way.path}/{name}": array for name, array in arrays.items()}
+def _named_arrays(mapping: ArrayMapping, arrays: dict[str, Lazy]) -> dict[str, Lazy]:
+    if mapping.order is not None and (not mapping.order.rows or "kernel" in arrays):
+        arrays = mapping.order.apply(arrays)
+    return {f"{mapping.path}/{name}": array for name, array in arrays.items()}
 
 
-def transfer_arrays(way: ArrayMapping, arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
+def transfer_arrays(mapping: ArrayMapping, arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
     """Return the canonical arrays of one layer, as far as they exist."""
-    names = [name for rule in way.form.rules for name in rule.canonical]
-    return {name: arrays[key] for name in names if (key := f"{way.path}/{name}") in arrays}
+    names = [name for rule in mapping.form.rules for name in rule.canonical]
+    return {name: arrays[key] for name in names if (key := f"{mapping.path}/{name}") in arrays}
 
 
 def _available_native_rules(form: Form, natives: Mapping[str, Any]) -> Form:
@@ -163,18 +166,18 @@ def _read_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | None
     return Lazy(array.shape, array.dtype, lambda: array * array.dtype.type(factor))
 
 
-def _canonical_numbers(own: TrainingSide, slot: str, way: ArrayMapping) -> dict[str, Lazy]:
+def _canonical_numbers(own: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
     """Return a slot that is a number, by canonical array: of several native arrays that of the most updates."""
     found: dict[str, Lazy] = {}
-    for rule in way.form.rules:
+    for rule in mapping.form.rules:
         known: list[tuple[int, Lazy]] = []
-        for leaf in (way.layer.leaves[name] for name in rule.native):
+        for leaf in (mapping.layer.leaves[name] for name in rule.native):
             array = _read_slot(own, slot, leaf)
             if array is not None:
                 known.append((_update_count(own, leaf.tied or leaf.name) or 0, array))
         if known:
             latest = max(known, key=lambda pair: pair[0])[1]
-            found |= {f"{way.path}/{name}": latest for name in rule.canonical}
+            found |= {f"{mapping.path}/{name}": latest for name in rule.canonical}
     return found
 
 
@@ -182,7 +185,7 @@ def _write_slot_numbers(
     new: dict[str, Array],
     own: TrainingSide,
     slot: str,
-    way: ArrayMapping,
+    mapping: ArrayMapping,
     values: Mapping[str, Lazy],
     counts: Mapping[str, int],
 ) -> list[str]:
@@ -192,14 +195,14 @@ def _write_slot_numbers(
         new: the target's arrays.
         own: the target.
         slot: the slot.
-        way: the layer.
+        mapping: the layer.
         values: canonical array -> its number.
         counts: canonical array with its path -> number of its updates.
     """
     fresh = []
-    for rule in way.form.rules:
-        known = [(counts.get(f"{way.path}/{name}", 0), values[name]) for name in rule.canonical if name in values]
-        for leaf in (way.layer.leaves[name] for name in rule.native):
+    for rule in mapping.form.rules:
+        known = [(counts.get(f"{mapping.path}/{name}", 0), values[name]) for name in rule.canonical if name in values]
+        for leaf in (mapping.layer.leaves[name] for name in rule.native):
             array = own.optimizer.slots[slot].get(leaf.name)
             if array is None or leaf.tied is not None:
                 continue

@@ -60,13 +60,13 @@ def test_random_architectures_are_paired_rightly_or_not_at_all() -> None:
         name, ours, theirs = models(seed)
         found = match_layers(ours.inventory, theirs.inventory, {})
         bad = [
-            f"{each.source.path} -> {each.target.path} ({each.told})"
+            f"{each.source.path} -> {each.target.path} ({each.evidence})"
             for each in found.pairs
             if not is_the_same(each.source, each.target, ours, theirs)
         ]
         if bad:
             faults.append(f"{name}: {'; '.join(bad)}")
-        counts["wrong" if bad else "right" if found.whole and not found.alike else "refused"] += 1
+        counts["wrong" if bad else "right" if found.is_complete and not found.indistinguishable else "refused"] += 1
     assert not faults, "\n".join(faults)
     assert counts["right"] >= 200, counts
 
@@ -114,4 +114,4 @@ def test_neither_numbers_nor_an_order_tell_what_lies_beside_each_other() -> None
         ("age: dense 6 2\nsex: dense 6 2", "dense_2: dense 6 2\ndense_3: dense 6 2"),
         ("fc_1: dense 6 6\nfc_0: dense 6 6\nhead: dense 6 6", "a: dense 6 6\nb: dense 6 6\nc: dense 6 6"),
     ):
-        assert len(match_layers(sketch(one), sketch(other), {}).alike) == 1, one
+        assert len(match_layers(sketch(one), sketch(other), {}).indistinguishable) == 1, one

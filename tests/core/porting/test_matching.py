@@ -76,9 +76,9 @@ GPT = {
 def paired(one: Inventory, other: Inventory, names: dict[str, str] | None = None) -> dict[str, str]:
     """Path of the source's layer -> path of the target's; all have one."""
     found = match_layers(one, other, names or {})
-    assert not found.alone[0]
-    assert not found.alone[1]
-    assert not found.alike, [([a.path for a in x], [b.path for b in y]) for x, y in found.alike]
+    assert not found.unmatched[0]
+    assert not found.unmatched[1]
+    assert not found.indistinguishable, [([a.path for a in x], [b.path for b in y]) for x, y in found.indistinguishable]
     return {each.source.path: each.target.path for each in found.pairs}
 
 
@@ -86,7 +86,7 @@ def paired(one: Inventory, other: Inventory, names: dict[str, str] | None = None
 def test_a_decoder_matches_without_names(one: str, other: str) -> None:
     if {one, other} == {"linen", "flat"}:
         # linen sorts by name, and the other side numbers all norms in a row: is LayerNorm_0 the first or the last?
-        assert len(match_layers(GPT[one], GPT[other], {}).alike) == 1
+        assert len(match_layers(GPT[one], GPT[other], {}).indistinguishable) == 1
         return
     there = paired(GPT[one], GPT[other])
     back = paired(GPT[other], GPT[one])
@@ -116,7 +116,7 @@ def test_the_order_tells_where_all_around_comes_in_it() -> None:
     one = sketch("a: dense 6 6\nb: layer_norm 6\nc: dense 6 6")
     other = sketch("first: dense 6 6\nthen: layer_norm 6\nlast: dense 6 6")
     found = match_layers(one, other, {})
-    assert [(each.target.path, each.told) for each in found.pairs] == [
+    assert [(each.target.path, each.evidence) for each in found.pairs] == [
         ("first", "order"),
         ("then", "alone"),
         ("last", "order"),
@@ -149,7 +149,7 @@ def test_nobody_guesses(one: str, other: str, ordered: bool) -> None:
     if "wpe" in one:  # one name is known, so that the other is what is left
         assert known == {"wte": "b", "wpe": "positions"}
     else:
-        assert len(found.alike) == 1
+        assert len(found.indistinguishable) == 1
 
 
 def test_an_early_norm_is_no_late_norm() -> None:
@@ -295,7 +295,7 @@ def test_attention_by_hand_whose_kernels_may_lie_both_ways_is_not_guessed(other:
                 make_transfer_plan(*sides, None, strict=True)
             assert make_transfer_plan(*sides, None, strict=False).pairs == []
         else:
-            assert [each.fit.unsure for each in make_transfer_plan(*sides, None, strict=True).pairs] == [""]
+            assert [each.fit.ambiguity for each in make_transfer_plan(*sides, None, strict=True).pairs] == [""]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -347,11 +347,11 @@ def test_names_that_say_nothing(names: object, message: str) -> None:
 def test_a_square_kernel_whose_orientation_nothing_tells() -> None:
     one, other = sketch("w: dense? 6 6"), sketch("w: dense 6 6")
     (pair,) = match_layers(one, other, {}).pairs
-    assert "both are equally long" in pair.fit.unsure
+    assert "both are equally long" in pair.fit.ambiguity
     (pair,) = match_layers(sketch("w: dense? 6 5"), sketch("w: dense 6 5"), {}).pairs
-    assert not pair.fit.unsure
+    assert not pair.fit.ambiguity
     (pair,) = match_layers(sketch("w: conv? 3 3"), sketch("w: conv? 3 3"), {}).pairs
-    assert not pair.fit.unsure  # both sides read it alike, whichever it is
+    assert not pair.fit.ambiguity  # both sides read it alike, whichever it is
 
 
 def test_a_convolution_of_two_minds() -> None:
