@@ -56,11 +56,6 @@ class TorchTraining:
             )
         self._scale = _scaler_state(loss_scaler)
 
-    @classmethod
-    def of(cls, model: Any, optimizer: Any, scaler: Any) -> TorchTraining:
-        """See `StateConverter.native`."""
-        return cls(model, optimizer, scaler)
-
     @property
     def layout(self) -> OptimizerLayout:
         return read_optimizer_layout(self._own, self._paths)

@@ -33,7 +33,7 @@ class TorchStateConverter:
     def native(self, model: Any, optimizer: Any, scaler: Any) -> NativeTraining:
         from polyamp_torch.porting.native_training import TorchTraining
 
-        return TorchTraining.of(model, optimizer, scaler)
+        return TorchTraining(model, optimizer, scaler)
 
 
 def _changed_learning_rates(state: Any) -> list[str]:

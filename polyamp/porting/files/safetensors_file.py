@@ -19,7 +19,6 @@ than reading and writing the file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
@@ -36,6 +35,7 @@ from polyamp.files import missing_file_error, write_atomically
 from polyamp.porting.files.strided_copies import as_contiguous
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.progress import progress_bar
+from polyamp.train.checkpoint_tensors import BLANK_DIGEST, PARSE_ERRORS, content_digest, seal_content
 
 _DTYPES: Final = {
     "BOOL": "bool",
@@ -71,10 +71,6 @@ _CHUNK_BYTES: Final = 1 << 24
 _DIGEST_KEY: Final = "polyamp.digest"
 _CHECKSUMS_KEY: Final = "polyamp.crc32"
 """Metadata keys of the header's digest, and of the arrays' checksums, a JSON object."""
-_BLANK_DIGEST: Final = "polyamp-digest".ljust(64, "-")
-"""Placeholder of the same length for the header's digest while that is computed."""
-_PARSE_ERRORS: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Exceptions that parsing damaged bytes can raise."""
 
 
 class TensorFile(NamedTuple):
@@ -116,13 +112,13 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("its metadata is more than texts")
         places = _tensor_spans(header, len(content) - 8 - length)
-    except _PARSE_ERRORS as error:
+    except PARSE_ERRORS as error:
         raise PortError(
             f"{path} is no {what} ({_describe_content(content, error)}). It is truncated, damaged or another "
             "program's; save it again, or restore an older one."
         ) from error
     said = metadata.pop(_DIGEST_KEY, None)
-    if said is not None and said != _header_digest(content[8 : 8 + length], said):
+    if said is not None and said != content_digest(content[8 : 8 + length], said):
         raise damaged_file_error(path, "its header does not match its digest")
     held = metadata.pop(_CHECKSUMS_KEY, None)
     digests = _array_checksums(path, held, places)
@@ -180,8 +176,8 @@ def write(path: Path, arrays: Mapping[str, Lazy], metadata: Mapping[str, str]) -
 
     def head() -> bytes:
         held = json.dumps({name: digests.get(name, "0" * 8) for name in names})
-        blank = _header(entries, {_DIGEST_KEY: _BLANK_DIGEST, _CHECKSUMS_KEY: held, **metadata})
-        return blank.replace(_BLANK_DIGEST.encode(), _header_digest(blank[8:], _BLANK_DIGEST).encode(), 1)
+        blank = _header(entries, {_DIGEST_KEY: BLANK_DIGEST, _CHECKSUMS_KEY: held, **metadata})
+        return blank[:8] + seal_content(blank[8:])
 
     def parts() -> Iterator[bytes | memoryview]:
         yield head()
@@ -209,7 +205,7 @@ def _read_index(path: Path) -> TensorFile:
             raise ValueError("it names what is no safetensors file beside it")
     except FileNotFoundError as error:
         raise missing_file_error(path) from error
-    except _PARSE_ERRORS as error:
+    except PARSE_ERRORS as error:
         raise PortError(
             f"{path} is no index of safetensors files ({type(error).__name__}: {error}). Restore an older one."
         ) from error
@@ -335,11 +331,6 @@ def _header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _header_digest(header: bytes, held: str) -> str:
-    """Return the SHA-256 of a header whose digest field, now `held`, is blanked."""
-    return hashlib.sha256(header.replace(held.encode(), _BLANK_DIGEST.encode(), 1)).hexdigest()
-
-
 def _array_checksums(path: Path, text: str | None, places: Mapping[str, _TensorSpan]) -> Mapping[str, str]:
     """Return name -> checksum, if the file contains checksums."""
     if text is None:
@@ -348,7 +339,7 @@ def _array_checksums(path: Path, text: str | None, places: Mapping[str, _TensorS
         found: dict[str, str] = json.loads(text)
         if found.keys() != places.keys() or not all(0 <= int(digest, 16) < 1 << 32 for digest in found.values()):
             raise ValueError("they are not those of its arrays")
-    except _PARSE_ERRORS as error:
+    except PARSE_ERRORS as error:
         raise damaged_file_error(path, f"its digests cannot be read: {error}") from error
     return found
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.lazy_array import Array
-from polyamp.porting.layouts.operations import Shape
+from polyamp.porting.layouts.operations import Operation, Shape
 
 
 @dataclasses.dataclass(frozen=True)
-class Negate:
+class Negate(Operation):
     """Sign change of some equal blocks of each array. haiku's GRU has the complement of the update gate of all others,
     and 1 - sigmoid(x) is sigmoid(-x).
 
@@ -39,15 +39,9 @@ class Negate:
     def backward(self, arrays: list[Array]) -> list[Array]:
         return self.forward(arrays)
 
-    def gradients(self, arrays: list[Array]) -> list[Array]:
-        return self.forward(arrays)
-
     def moments(self, arrays: list[Array]) -> list[Array]:
         """Raise, because the mean of gradients changes its sign and the mean of their squares does not."""
         raise PortError(
             "the optimizer's moments of a gate whose sign differs between the frameworks (haiku's GRU) cannot be "
             "moved. Port the weights, and start the optimizer anew."
         )
-
-    def loses(self, arrays: list[Array]) -> str:
-        return ""

@@ -291,14 +291,9 @@ class Merge:
 
     def forward(self, arrays: list[Array]) -> list[Array]:
         second = np.zeros_like(arrays[0])
-        parts = np.split(second, self.blocks)  # views
-        for part, number in zip(parts, self.added, strict=False):
+        for part, number in zip(np.split(second, self.blocks), self.added, strict=False):  # views
             part[...] = number
-        if self.kept:
-            held = np.split(arrays[1], len(self.kept))
-            for number, values in zip(self.kept, held, strict=True):
-                parts[number][...] = values
-        return [arrays[0], second]
+        return [arrays[0], self._with_kept(second, arrays)]
 
     def backward(self, arrays: list[Array]) -> list[Array]:
         parts = self._less_added(arrays[1])
@@ -313,12 +308,7 @@ class Merge:
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
         """Return the gradient of the sum for both biases; a separately stored block gets its own gradient."""
-        second = np.array(arrays[0])
-        if self.kept:
-            parts, held = np.split(second, self.blocks), np.split(arrays[1], len(self.kept))
-            for number, values in zip(self.kept, held, strict=True):
-                parts[number][...] = values
-        return [arrays[0], second]
+        return [arrays[0], self._with_kept(np.array(arrays[0]), arrays)]
 
     def moments(self, arrays: list[Array]) -> list[Array]:
         """Return the mean of both biases' moments, which are equal unless they were decayed. A separately stored block
@@ -332,6 +322,14 @@ class Merge:
     def loses(self, arrays: list[Array]) -> str:
         lost = any(part.any() for number, part in enumerate(self._less_added(arrays[1])) if number not in self.kept)
         return "two biases are added into one" if lost else ""
+
+    def _with_kept(self, second: Array, arrays: list[Array]) -> Array:
+        """Write the blocks that are stored separately into the second bias, and return it."""
+        if self.kept:
+            parts = np.split(second, self.blocks)  # views
+            for number, values in zip(self.kept, np.split(arrays[1], len(self.kept)), strict=True):
+                parts[number][...] = values
+        return second
 
     def _less_added(self, second: Array) -> list[Array]:
         parts = np.split(second, self.blocks)

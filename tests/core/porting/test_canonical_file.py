@@ -22,8 +22,8 @@ from safetensors.numpy import save_file
 from polyamp import porting
 from polyamp.errors import ArgumentError, PortError
 from polyamp.porting import progress as progress_module
-from polyamp.porting.files.safetensors_file import _header_digest
 from polyamp.porting.progress import progress_bar, track_reads
+from polyamp.train.checkpoint_tensors import content_digest
 
 RANDOM = np.random.default_rng(0)
 
@@ -182,7 +182,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     if "polyamp.digest" in header.get("__metadata__", ()):
         header["__metadata__"]["polyamp.digest"] = blank
     text = json.dumps(header).encode()
-    text = text.replace(blank.encode(), _header_digest(text, blank).encode())
+    text = text.replace(blank.encode(), content_digest(text, blank).encode())
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
