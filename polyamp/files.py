@@ -19,6 +19,8 @@ from polyamp.errors import ArgumentError, CheckpointError, closest_words, descri
 
 _OPEN_FLAGS: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags for `open`: a link is an error, and opening a pipe does not wait."""
+_CHUNK_BYTES: Final = 1 << 24
+"""Bytes that `read_chunks` reads at a time."""
 
 
 def as_path(path: Any, *, instead: str = "") -> Path:
@@ -75,6 +77,12 @@ def _is_kind(path: Path, kind: str) -> bool:
         return bool(getattr(path, kind)())
     except OSError:
         return False
+
+
+def read_chunks(file: IO[bytes], end: int | None = None) -> Iterator[bytes]:
+    """Yield the bytes of an open file from its position to the offset `end`, by default to its end."""
+    while chunk := file.read(_CHUNK_BYTES if end is None else min(_CHUNK_BYTES, end - file.tell())):
+        yield chunk
 
 
 def write_atomically(

@@ -16,7 +16,7 @@ from typing import Any, Final
 import keras
 
 from polyamp.errors import PortError, describe_value, did_you_mean
-from polyamp.files import write_atomically
+from polyamp.files import read_chunks, write_atomically
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_tensorflow.compat import saved_variable_paths
@@ -26,7 +26,6 @@ from polyamp_tensorflow.porting.tensorflow_only.file_rewrite import rewrite_file
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import KerasArchive, StoredArray
 from polyamp_tensorflow.precision.policy_module import native_model
 
-_CHUNK_BYTES: Final = 1 << 22
 _ZEROS: Final[Mapping[str, Any]] = {
     "module": "keras.initializers",
     "class_name": "Zeros",
@@ -66,7 +65,7 @@ def write_model(path: Path, model: Any) -> None:
         made = Path(folder, "model.keras" if whole else "model.weights.h5")
         (model.save if whole else model.save_weights)(made)
         with made.open("rb") as file:
-            write_atomically(path, iter(lambda: file.read(_CHUNK_BYTES), b""))
+            write_atomically(path, read_chunks(file))
 
 
 def _read_archive_layers(archive: KerasArchive) -> tuple[Inventory, dict[str, list[str]]]:

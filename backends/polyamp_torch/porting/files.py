@@ -11,7 +11,7 @@ import functools
 import pickle
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from polyamp.errors import PortError, describe_value
-from polyamp.files import missing_file_error, write_atomically
+from polyamp.files import missing_file_error, read_chunks, write_atomically
 from polyamp.porting.files import safetensors_file as safetensors
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
@@ -42,7 +42,6 @@ _STATE_DICT_KEYS: Final = (
 _PREFIXES: Final = ("module.", "_orig_mod.")
 """Prefixes that wrappers add to all names."""
 _PICKLE_SUFFIXES: Final = (".pt", ".pth", ".bin")
-_CHUNK_BYTES: Final = 1 << 24
 
 
 class _FileContent(NamedTuple):
@@ -185,7 +184,7 @@ def _check_digests(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 with archive.open(entry) as record:
-                    while record.read(_CHUNK_BYTES):
+                    for _ in read_chunks(record):
                         pass
     except zipfile.BadZipFile as error:
         what = f"{_first_line(error)}. (A file saved under torch.serialization.set_crc32_options(False) has no digests)"
@@ -253,9 +252,4 @@ def _save_atomically(whole: Any, path: Path) -> None:
     with tempfile.TemporaryFile(dir=path.parent) as held:
         torch.save(whole, held)
         held.seek(0)
-        write_atomically(path, _file_chunks(held))
-
-
-def _file_chunks(held: Any) -> Iterator[bytes]:
-    while part := held.read(_CHUNK_BYTES):
-        yield part
+        write_atomically(path, read_chunks(held))

@@ -19,11 +19,10 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from polyamp.files import write_atomically
+from polyamp.files import read_chunks, write_atomically
 from polyamp.porting.files.strided_copies import as_contiguous
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import (
-    CHUNK_BYTES,
     WEIGHTS_MEMBER,
     KerasArchive,
     local_member,
@@ -115,8 +114,7 @@ def _has_streamed_size(archive: KerasArchive) -> bool:
 
 def _read_range(file: Any, start: int, end: int | None) -> Iterator[bytes]:
     file.seek(start)
-    while chunk := file.read(CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - file.tell())):
-        yield chunk
+    yield from read_chunks(file, end)
 
 
 def _rebuild_file(archive: KerasArchive, values: Mapping[str, Lazy]) -> Iterator[bytes]:
@@ -126,7 +124,7 @@ def _rebuild_file(archive: KerasArchive, values: Mapping[str, Lazy]) -> Iterator
         with archive.open_hdf5() as old, h5py.File(made, "w") as new:
             _copy_group(old, new, values)
         if archive.config is None:
-            yield from _file_chunks(made)
+            yield from _read_range(made, 0, None)
             return
         with tempfile.TemporaryFile() as whole:
             with zipfile.ZipFile(archive.path) as like, zipfile.ZipFile(whole, "w") as zipped:
@@ -138,15 +136,9 @@ def _rebuild_file(archive: KerasArchive, values: Mapping[str, Lazy]) -> Iterator
                     entry = zipfile.ZipInfo(WEIGHTS_MEMBER, member.date_time)
                     entry.file_size = size
                     with zipped.open(entry, "w", force_zip64=size >= 1 << 31) as inside:
-                        for chunk in _file_chunks(made):
+                        for chunk in _read_range(made, 0, None):
                             inside.write(chunk)
-            yield from _file_chunks(whole)
-
-
-def _file_chunks(file: Any) -> Iterator[bytes]:
-    file.seek(0)
-    while chunk := file.read(CHUNK_BYTES):
-        yield chunk
+            yield from _read_range(whole, 0, None)
 
 
 def _copy_group(old: Any, new: Any, values: Mapping[str, Lazy]) -> None:

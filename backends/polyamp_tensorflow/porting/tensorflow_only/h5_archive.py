@@ -20,13 +20,11 @@ import ml_dtypes
 import numpy as np
 
 from polyamp.errors import PortError
-from polyamp.files import missing_file_error
+from polyamp.files import missing_file_error, read_chunks
 from polyamp.porting.layouts.lazy_array import Lazy
 
 WEIGHTS_MEMBER: Final = "model.weights.h5"
 CONFIG_MEMBER: Final = "config.json"
-CHUNK_BYTES: Final = 1 << 22
-"""Bytes read at a time."""
 _HEADER_BYTES: Final = 30
 """Bytes of a zip member's local header before its name; the lengths of its name and its extras are at 26."""
 
@@ -156,7 +154,7 @@ class KerasArchive:
             return
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as member:
-                while member.read(CHUNK_BYTES):
+                for _ in read_chunks(member):
                     pass
         except zipfile.BadZipFile as error:
             raise self.damaged_error(str(error)) from error
