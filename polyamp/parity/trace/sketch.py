@@ -132,7 +132,7 @@ def sketch(array: Array, dtype: str) -> Sketch:
     count = max(flat.size, 1)
     return Sketch(
         dtype=dtype,
-        shape=tuple(int(length) for length in np.shape(array)),
+        shape=np.shape(array),
         mean=total / count,
         rms=math.sqrt(squares / count),
         largest=largest,
@@ -189,8 +189,10 @@ def _width(wide: Array, known: int, widest: int) -> int:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
+        probe = wide[:_PROBE_SIZE]
         for number, dtype in enumerate(_WIDTHS[known:widest], known):
-            if all(np.array_equal(each.astype(dtype).astype(np.float64), each) for each in (wide[:_PROBE_SIZE], wide)):
+            is_exact = np.array_equal(probe.astype(dtype).astype(np.float64), probe)
+            if is_exact and np.array_equal(wide.astype(dtype).astype(np.float64), wide):
                 return number
     return widest
 
