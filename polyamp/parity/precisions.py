@@ -119,8 +119,9 @@ def _policy_name(policy: Policy) -> str:
 
 def phase_dtypes(recipe: Recipe | None, phase: Phase) -> set[str]:
     """Return the floating dtypes in which a phase computes."""
-    policy = phase_recipe(recipe, phase).policy
-    return {policy.compute, policy.param}
+    if phase.name == POLICY and recipe is not None:
+        return {recipe.policy.compute, recipe.policy.param}
+    return {FLOAT64 if phase.wide else FLOAT32}
 
 
 def unit_roundoff(recipes: tuple[Recipe | None, ...], phase: Phase) -> float:

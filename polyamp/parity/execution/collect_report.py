@@ -81,8 +81,11 @@ def _phase_trace(side: SideRecord, phase: Phase) -> PhaseTrace | None:
         return None
     reason = "" if side.failure is None else side.failure.reason
     trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name, ended=reason)
+    entries = functools.partial(traces.read_entries, path)
     cut = _unfinished_step(side, phase) if phase.wide else _ALL_STEPS
-    return PhaseTrace(trace, lambda: (entry for entry in traces.read_entries(path) if entry.step < cut))
+    if cut != _ALL_STEPS:
+        entries = functools.partial(_filter_entries, entries, lambda entry: entry.step < cut)
+    return PhaseTrace(trace, entries)
 
 
 def _unfinished_step(side: SideRecord, phase: Phase) -> float:

@@ -19,7 +19,7 @@ from polyamp.parity.findings import Environment
 from polyamp.parity.own_loop import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
 from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe, without_judge
 from polyamp.parity.trace.observer import HasObserver, Observer
-from polyamp.parity.trace.trace import Entry, Trace, TraceWriter
+from polyamp.parity.trace.trace import Trace, TraceWriter
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
 from polyamp.porting.layouts.converter import HasConverter
 from polyamp.porting.layouts.inventory import Inventory
@@ -175,15 +175,9 @@ class Participant:
             The trace without its entries and ""; or, where a float64 phase fails, None and a note that says why.
         """
         trace, note = None, ""
-        with contextlib.closing(TraceWriter(path)) as writer:
-
-            def write(entry: Entry) -> None:
-                writer(entry)
-                if on_entry is not None:
-                    on_entry(entry)
-
+        with contextlib.closing(TraceWriter(path, on_entry)) as writer:
             try:
-                trace = self.run(phase, alignment, batches, steps, write)
+                trace = self.run(phase, alignment, batches, steps, writer)
             except Exception as error:
                 if not phase.wide:
                     raise

@@ -127,7 +127,7 @@ def sketch(array: Array, dtype: str) -> Sketch:
         largest = max(largest, float(wide.max()), -float(wide.min()))
         if flat.size > MAX_EXACT_SIZE:
             sums += _signed_sums(wide, start // _CHUNK)
-    kept = _sample_values(flat)
+    kept = flat if flat.size <= MAX_EXACT_SIZE else flat[sample_indices(flat.size)]
     half = kept.dtype == np.float32
     count = max(flat.size, 1)
     return Sketch(
@@ -171,10 +171,6 @@ def sample_indices(size: int) -> Array:
     if size <= MAX_EXACT_SIZE:
         return np.arange(size)
     return np.sort(np.random.default_rng(_SEED).integers(0, size, MAX_EXACT_SIZE))
-
-
-def _sample_values(flat: Array) -> Array:
-    return flat[sample_indices(flat.size)]
 
 
 def _width(wide: Array, known: int, widest: int) -> int:

@@ -36,7 +36,7 @@ class Lazy:
     def __init__(self, shape: tuple[int, ...], dtype: Any, read: Callable[[], Array]) -> None:
         import numpy as np
 
-        self.shape = tuple(int(length) for length in shape)
+        self.shape = tuple(map(int, shape))
         self.dtype = np.dtype(dtype)
         self._read = read
 
