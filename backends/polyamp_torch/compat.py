@@ -235,6 +235,8 @@ def get_custom_fwd_state(ctx: Any) -> tuple[bool, torch.dtype] | None:
 open_mode_count: Final[Callable[[], int]] = torch._C._len_torch_function_stack
 """Number of `TorchFunctionMode`s of this thread."""
 open_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stack
+without_function_modes: Final[Callable[[], contextlib.AbstractContextManager[Any]]] = torch._C.DisableTorchFunction
+"""Context manager in which no `TorchFunctionMode` sees a call: for bookkeeping beside a model's own operations."""
 """The `TorchFunctionMode`s of this thread, innermost last, in a new list."""
 push_mode: Final[Callable[[Any], None]] = _push_mode
 pop_mode: Final[Callable[[], Any]] = _pop_mode

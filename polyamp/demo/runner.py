@@ -29,7 +29,7 @@ from polyamp.demo.worker import DemoEvent, DemoMessage, DigitsJob, PolicyResultE
 from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
 from polyamp.parity.execution.array_store import ArrayStore
 from polyamp.parity.execution.messages import ParityEvent, SideFailureEvent
-from polyamp.parity.execution.worker_pool import SideSpec, WorkerPool
+from polyamp.parity.execution.worker_pool import SideProcess, WorkerPool
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -108,7 +108,8 @@ def run(
                 baseline=baseline,
             )
             python = str((interpreters or {}).get(backend, sys.executable))
-            sides.append(SideSpec(job, python, folder / f"{number}.log"))
+            (folder / str(number)).mkdir()
+            sides.append(SideProcess(label=backend, folder=folder / str(number), job=job, python=python))
         pool = WorkerPool(sides, folder, timeout, collect, module="polyamp.demo.worker", message_type=DemoMessage)
         pool.run(aligned=False)
     comparisons = compare(runs, baseline)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from polyamp._version import __version__
 from polyamp.errors import ArgumentError
+from polyamp.parity.execution.collect_report import build_report
 from polyamp.parity.execution.participant import Participant
-from polyamp.parity.execution.recorder import BatchSource, ParticipantAlignment
-from polyamp.parity.precisions import Phase, comparison_phases, recipe_data, without_judge
-from polyamp.parity.report.curves import curve_from_trace
+from polyamp.parity.execution.recorder import BatchSource, side_batch
+from polyamp.parity.execution.side_record import SideRecord
+from polyamp.parity.precisions import comparison_phases
 from polyamp.parity.report.report import Report
-from polyamp.parity.trace import trace as traces
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
-from polyamp.porting.check import Batch, ChannelOrderAdapter
+from polyamp.porting.check import ChannelOrderAdapter
 from polyamp.recipe.recipe import Recipe
 
 RANDOMNESS: Final = ("off", "shared")
@@ -94,10 +92,10 @@ def compare(
         raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
     loss_fns, recipes, given_options = (_value_per_side(each) for each in (loss_fn, recipe, options))
     given_inputs = _value_per_side(tuple(inputs)) if isinstance(inputs, list) else (inputs, inputs)
-    called = labels or _default_labels(model_a, model_b)
+    side_labels = labels or _default_labels(model_a, model_b)
     one, two = (
         Participant(
-            called[number],
+            side_labels[number],
             model,
             loss_fns[number],
             recipes[number],
@@ -107,82 +105,29 @@ def compare(
         )
         for number, model in enumerate((model_a, model_b))
     )
-    second, taken = two.align_with(one.inventory, names)
-    first = one.first(second.agreed, taken)
-    sides = ((one, first), (two, second))
+    second, mappings = two.align_with(one.inventory, names)
+    first = one.align_as_first(second.alignments, mappings)
     batches = _batch_sources(batch, ChannelOrderAdapter(one.inventory, two.inventory))
-    trained = one.recipe is not None or two.recipe is not None
+    if one.recipe is None and two.recipe is None:
+        steps = 1
     phases = comparison_phases((one.recipe, two.recipe), max(one.parameters, two.parameters))
-    ran: list[dict[str, traces.Trace]] = [{}, {}]
-    notes: list[str] = []
+    records: list[SideRecord] = []
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
-        for number, (party, meeting) in enumerate(sides):
-            for phase in phases:
-                path = Path(folder) / f"{number}-{phase.name}"
-                trace = _record_phase(party, phase, meeting, batches[number], steps if trained else 1, path, notes)
-                if trace is not None:
-                    ran[number][phase.name] = trace
-        runs = [
-            (
-                phase,
-                _phase_trace(Path(folder) / f"0-{phase.name}", ran[0].get(phase.name)),
-                _phase_trace(Path(folder) / f"1-{phase.name}", ran[1].get(phase.name)),
+        for number, (participant, alignment) in enumerate(((one, first), (two, second))):
+            record = SideRecord(
+                label=participant.label,
+                folder=Path(folder) / str(number),
+                environment=participant.environment(),
+                recipe=participant.recipe,
+                alignment=second.alignments[0],
             )
-            for phase in phases
-        ]
-        found = compare_traces(called, runs, second.agreed[0], (one.recipe, two.recipe))
-        curves = [
-            curve
-            for phase in phases
-            for number in (0, 1)
-            if phase.name in ran[number]
-            for curve in [
-                curve_from_trace(
-                    called[number], phase.shown, traces.read_entries(Path(folder) / f"{number}-{phase.name}")
-                )
-            ]
-        ]
-    return Report(
-        polyamp=__version__,
-        recipes={party.label: recipe_data(party.recipe) for party, _ in sides if party.recipe is not None},
-        phases=[phase.shown for phase in phases],
-        steps=steps if trained else 1,
-        environments=[party.environment() for party, _ in sides],
-        comparisons=[msgspec.structs.replace(found, notes=[*found.notes, *notes])],
-        curves=curves,
-        failures=[],
-        randomness=randomness,
-        seconds=time.perf_counter() - began,
-        own_seconds=sum(trace.seconds for each in ran for trace in each.values()),
-    )
-
-
-def _record_phase(
-    party: Participant,
-    phase: Phase,
-    meeting: ParticipantAlignment,
-    batches: BatchSource,
-    steps: int,
-    path: Path,
-    notes: list[str],
-) -> traces.Trace | None:
-    """Run one phase of one side. Return None if its float64 reference run fails; any other failure is raised."""
-    writer = traces.TraceWriter(path)
-    try:
-        return party.run(phase, meeting, batches, steps, writer)
-    except Exception as error:
-        if not phase.wide:
-            raise
-        notes.append(without_judge(party.label, error))
-        return None
-    finally:
-        writer.close()
-
-
-def _phase_trace(path: Path, trace: traces.Trace | None) -> PhaseTrace:
-    if trace is None:
-        return PhaseTrace(traces.Trace(side="", phase=""), tuple)
-    return PhaseTrace(trace, lambda: traces.read_entries(path))
+            record.folder.mkdir()
+            for phase in phases:
+                path = record.trace_file(phase.name)
+                record.end_phase(*participant.record(phase, alignment, batches[number], steps, path))
+            records.append(record)
+        report = build_report(records, phases, steps, randomness, began)
+    return msgspec.structs.replace(report, phases=[phase.shown for phase in phases])  # float64 also where it failed
 
 
 def _value_per_side(value: Any) -> tuple[Any, Any]:
@@ -196,23 +141,14 @@ def _default_labels(model_a: Any, model_b: Any) -> tuple[str, str]:
     return (one, other) if one != other else (f"{one} a", f"{one} b")
 
 
-def _batch_sources(batch: Any, across: ChannelOrderAdapter) -> tuple[BatchSource, BatchSource]:
+def _batch_sources(batch: Any, adapter: ChannelOrderAdapter) -> tuple[BatchSource, BatchSource]:
     """Return the batch functions of both sides."""
     if callable(batch) and not isinstance(batch, Mapping):
-        made: Callable[[int], Any] = batch
-        return lambda step: _source_batch(made(step)), lambda step: _target_batch(made(step), across)
-    several = batch if isinstance(batch, list) else [batch]
-    return (
-        lambda step: _source_batch(several[step % len(several)]),
-        lambda step: _target_batch(several[step % len(several)], across),
-    )
+        source: BatchSource = batch
+    else:
+        several = batch if isinstance(batch, list) else [batch]
 
+        def source(step: int) -> Any:
+            return several[step % len(several)]
 
-def _source_batch(batch: Any) -> Any:
-    return batch.source if isinstance(batch, Batch) else batch
-
-
-def _target_batch(batch: Any, across: ChannelOrderAdapter) -> Any:
-    if isinstance(batch, Batch) and batch.target is not None:
-        return batch.target
-    return across.tree(_source_batch(batch))
+    return lambda step: side_batch(source(step), None), lambda step: side_batch(source(step), adapter)

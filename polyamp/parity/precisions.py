@@ -119,8 +119,9 @@ def _policy_name(policy: Policy) -> str:
 
 def phase_dtypes(recipe: Recipe | None, phase: Phase) -> set[str]:
     """Return the floating dtypes in which a phase computes."""
-    policy = phase_recipe(recipe, phase).policy
-    return {policy.compute, policy.param}
+    if phase.name == POLICY and recipe is not None:
+        return {recipe.policy.compute, recipe.policy.param}
+    return {FLOAT64 if phase.wide else FLOAT32}
 
 
 def unit_roundoff(recipes: tuple[Recipe | None, ...], phase: Phase) -> float:
@@ -128,11 +129,16 @@ def unit_roundoff(recipes: tuple[Recipe | None, ...], phase: Phase) -> float:
     return max(FORMATS[dtype].unit_roundoff for recipe in recipes for dtype in phase_dtypes(recipe, phase))
 
 
-def recipe_data(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain data, for a report."""
-    text, optimizer = recipe_json(recipe)
+def recipe_data(recipe: Recipe, optimizer: str = "") -> dict[str, Any]:
+    """Return a recipe as plain data, for a report.
+
+    Args:
+        recipe: the recipe.
+        optimizer: description of a framework's own optimizer that the recipe stands for; "" for the recipe's own.
+    """
+    text, own = recipe_json(recipe)
     data: dict[str, Any] = msgspec.json.decode(text or "{}")
-    return {**data, "optimizer": {"type": optimizer}} if optimizer else data
+    return {**data, "optimizer": {"type": optimizer or own}} if optimizer or own else data
 
 
 def recipe_json(recipe: Recipe | None) -> tuple[str | None, str]:
@@ -147,5 +153,5 @@ def recipe_json(recipe: Recipe | None) -> tuple[str | None, str]:
 
 def without_judge(label: str, error: Exception) -> str:
     """Return the note for a side without float64: its framework lacks it, or the model requests a dtype itself."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{label} has no float64 run to judge its float32 by: {said or type(error).__name__}"
+    message = str(error).strip().partition("\n")[0]
+    return f"{label} has no float64 run to judge its float32 by: {message or type(error).__name__}"

@@ -18,7 +18,14 @@ from polyamp.parity.trace.observer import CaptureCallback, PassRecord
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.compat import NULL_CONTEXT, CompiledCallHook, compiled_call_of_module, is_compiled, module_children
+from polyamp_torch.compat import (
+    NULL_CONTEXT,
+    CompiledCallHook,
+    compiled_call_of_module,
+    is_compiled,
+    module_children,
+    without_function_modes,
+)
 from polyamp_torch.observe.op_dtypes import OpDtypeRecorder
 from polyamp_torch.observe.torch_only.compiled_parts import compiled_parts, hidden_modules_reason
 from polyamp_torch.observe.torch_only.outputs import array_digest, host_array, output_tensor
@@ -121,11 +128,12 @@ class _PassCapture:
                 return
             if self.running and self.operations is not None and self.operations.modules:
                 self.operations.modules.pop()
-            tensor = None if output is None else output_tensor(module, output)
-            if tensor is not None and self.running:
-                self._record_output(path, tensor, None if module_children(module) else _input_tensor(args, tensor))
-            elif tensor is not None and self.backward and path in self.pending:
-                self._match_recomputed_call(path, tensor)
+            with without_function_modes():
+                tensor = None if output is None else output_tensor(module, output)
+                if tensor is not None and self.running:
+                    self._record_output(path, tensor, None if module_children(module) else _input_tensor(args, tensor))
+                elif tensor is not None and self.backward and path in self.pending:
+                    self._match_recomputed_call(path, tensor)
 
         return hook
 

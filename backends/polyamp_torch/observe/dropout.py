@@ -41,6 +41,7 @@ _RATE_ARGUMENTS: Final[dict[Function, tuple[str, int]]] = {
     _ATTENTION: ("dropout_p", list(inspect.signature(_ATTENTION).parameters).index("dropout_p")),
 }
 """Dropout function -> name and position of its rate argument."""
+_INTERCEPTED: Final = frozenset({*_RATE_ARGUMENTS, *RECURRENT_FUNCTIONS, *BACKWARD_FUNCTIONS})
 
 
 @contextlib.contextmanager
@@ -80,6 +81,8 @@ class NoDropoutMode(DropoutMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a call of a torch function; most calls run unchanged."""
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() and func not in _INTERCEPTED:
+            return func(*args, **kwargs)
         rate = dropout_rate_argument(func)
         if rate is not None:
             self.carry_into_recomputation()
@@ -90,7 +93,8 @@ class NoDropoutMode(DropoutMode):
                 kwargs = {**kwargs, name: 0.0}
         elif _is_recurrent(func):
             self.carry_into_recomputation()
-            args = (*args[:5], 0.0, *args[6:])  # of packed sequences too
+            # the rate is the only float; its position differs for packed sequences
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
         elif func in BACKWARD_FUNCTIONS and not torch.compiler.is_compiling():
             return self.call_in_mode(func, types, args, kwargs)
         return func(*args, **kwargs)

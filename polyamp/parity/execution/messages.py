@@ -127,7 +127,7 @@ class SideReadyEvent(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The first side has written its weights, or another side has aligned itself with them."""
 
     side: str
-    agreed: Alignment | None = None
+    alignment: Alignment | None = None
 
 
 class BatchDigestEvent(msgspec.Struct, frozen=True, kw_only=True, tag="given"):

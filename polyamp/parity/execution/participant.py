@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp._version import __version__
@@ -15,9 +17,9 @@ from polyamp.parity.execution.default_loss import random_target_loss
 from polyamp.parity.execution.recorder import BatchSource, EntrySink, ParticipantAlignment, TraceRecorder
 from polyamp.parity.findings import Environment
 from polyamp.parity.own_loop import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
-from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe
+from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe, without_judge
 from polyamp.parity.trace.observer import HasObserver, Observer
-from polyamp.parity.trace.trace import Trace
+from polyamp.parity.trace.trace import Trace, TraceWriter
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
 from polyamp.porting.layouts.converter import HasConverter
 from polyamp.porting.layouts.inventory import Inventory
@@ -119,19 +121,23 @@ class Participant:
         leaves = (leaf for layer in self.inventory.layers for leaf in layer.leaves.values())
         return sum(leaf.array.size for leaf in leaves if leaf.trainable and leaf.tied is None)
 
-    def first(self, others: Sequence[Alignment], taken: Sequence[ArrayMapping] = ()) -> ParticipantAlignment:
+    def align_as_first(
+        self, alignments: Sequence[Alignment], mappings: Sequence[ArrayMapping] = ()
+    ) -> ParticipantAlignment:
         """Return the alignment of this side as the first side.
 
         Args:
-            others: its alignments with the other sides.
-            taken: mappings that the other side chose where its layers have several readings; `align_with` raised where
-                the choice was ambiguous.
+            alignments: its alignments with the other sides.
+            mappings: mappings that the other sides chose where its layers have several readings; `align_with` raised
+                where the choice was ambiguous.
         """
-        told = {way.path: way for way in taken}
+        chosen = {mapping.path: mapping for mapping in mappings}
         rest = [
-            ArrayMapping(layer.path, layer, layer.forms[0]) for layer in self.inventory.layers if layer.path not in told
+            ArrayMapping(layer.path, layer, layer.forms[0])
+            for layer in self.inventory.layers
+            if layer.path not in chosen
         ]
-        return ParticipantAlignment(others, [*told.values(), *rest], None)
+        return ParticipantAlignment(alignments, [*chosen.values(), *rest], None)
 
     def align_with(
         self, source: Inventory, names: Mapping[str, str] | None = None
@@ -144,19 +150,50 @@ class Participant:
         Raises:
             PortError: the models cannot be matched.
         """
-        way = make_transfer_plan(source, self.inventory, names, strict=True)
-        leaves, _ = new_leaf_values(way, self.inventory, strict=False)
-        found = array_mappings(way)
-        return ParticipantAlignment([align(way)], found.second, leaves), found.first
+        plan = make_transfer_plan(source, self.inventory, names, strict=True)
+        weights, _ = new_leaf_values(plan, self.inventory, strict=False)
+        mappings = array_mappings(plan)
+        return ParticipantAlignment([align(plan)], mappings.second, weights), mappings.first
+
+    def record(
+        self,
+        phase: Phase,
+        alignment: ParticipantAlignment,
+        batches: BatchSource,
+        steps: int,
+        path: Path,
+        on_entry: EntrySink | None = None,
+    ) -> tuple[Trace | None, str]:
+        """Train a copy in one phase and write its entries to a file.
+
+        Args:
+            phase, alignment, batches, steps: as for `run`.
+            path: the file.
+            on_entry: also called with each entry.
+
+        Returns:
+            The trace without its entries and ""; or, where a float64 phase fails, None and a note that says why.
+        """
+        trace, note = None, ""
+        with contextlib.closing(TraceWriter(path, on_entry)) as writer:
+            try:
+                trace = self.run(phase, alignment, batches, steps, writer)
+            except Exception as error:
+                if not phase.wide:
+                    raise
+                note = without_judge(self.label, error)
+        if trace is None:
+            path.unlink()  # an unfinished float64 run is no reference
+        return trace, note
 
     def run(
-        self, phase: Phase, meeting: ParticipantAlignment, batches: BatchSource, steps: int, write: EntrySink
+        self, phase: Phase, alignment: ParticipantAlignment, batches: BatchSource, steps: int, write: EntrySink
     ) -> Trace:
         """Train a copy in one phase and write a trace of every step.
 
         Args:
             phase: the phase.
-            meeting: alignment of this side with the first one.
+            alignment: of this side with the first one.
             batches: number of a step, from 0 -> its batch.
             steps: number of steps; without a recipe only one forward and backward pass runs.
             write: called with each entry.
@@ -166,26 +203,26 @@ class Participant:
         """
         began = time.perf_counter()
         loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
-        run = TraceRecorder(self.inventory, self._observer, loss_fn, meeting, batches, write)
-        with self._observer.working(self.model, wide=phase.wide, inference=self._loss_fn is None) as model:
-            made = self._fill_weights(model, meeting, phase)
+        recorder = TraceRecorder(self.inventory, self._observer, loss_fn, alignment, batches, write)
+        with self._observer.working(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
+            model = self._fill_weights(working, alignment, phase)
             numbers = shared_randomness.SharedRandomNumbers() if self._has_shared_randomness else None
-            with self._observer.still(made, None if numbers is None else numbers.uniform_source(self.inventory)):
-                trainer, trains = self._trainer(made, phase, loss_fn)
+            with self._observer.still(model, None if numbers is None else numbers.uniform_source(self.inventory)):
+                trainer, trains = self._trainer(model, phase, loss_fn)
                 micro = self.recipe is not None and self.recipe.accumulate_steps > 1
                 try:
-                    run.steps(trainer, steps if trains else 0, numbers, micro=micro)
+                    recorder.steps(trainer, steps if trains else 0, numbers, micro=micro)
                 except Exception as error:
                     error.add_note(
-                        f"In a comparison: {self.label}, {phase.shown or phase.name}, step {run.step_number}."
+                        f"In a comparison: {self.label}, {phase.shown or phase.name}, step {recorder.step_number}."
                     )
                     raise
         return Trace(
             side=self.label,
             phase=phase.name,
-            operations=run.operations,
-            unseen=run.unseen,
-            seconds=time.perf_counter() - began - run.overhead_seconds,
+            operations=recorder.operations,
+            unseen=recorder.unseen,
+            seconds=time.perf_counter() - began - recorder.overhead_seconds,
         )
 
     def _trainer(self, model: Any, phase: Phase, loss_fn: Any) -> tuple[Trainer, bool]:
@@ -194,22 +231,21 @@ class Participant:
             return RecipeTrainer(model, phase_recipe(None, phase), loss_fn, self._options), False
         if isinstance(self._recipe_argument, OwnLoop):
             recipe = phase_recipe(self.recipe, phase)
-            own = phase.name == POLICY or not self._recipe_argument.recipe.policy.is_mixed
-            if own:
+            if phase.name == POLICY or not self._recipe_argument.recipe.policy.is_mixed:
                 return LoopTrainer(model, self._recipe_argument, recipe, self._options), True
             return RecipeTrainer(model, recipe, loss_fn, self._options), False
         recipe = phase_recipe(resolve_recipe(self._recipe_argument, model), phase)
         return RecipeTrainer(model, recipe, loss_fn, self._options), self.recipe is not None
 
-    def _fill_weights(self, model: Any, meeting: ParticipantAlignment, phase: Phase) -> Any:
-        if meeting.leaves is None:
+    def _fill_weights(self, model: Any, alignment: ParticipantAlignment, phase: Phase) -> Any:
+        weights = alignment.weights
+        if weights is None:
             return model
-        leaves = meeting.leaves
         if phase.wide:
             import numpy as np
 
-            leaves = {name: _float64_array(array, np.dtype(np.float64)) for name, array in leaves.items()}
-        return self._converter.fill(model, leaves)
+            weights = {name: _float64_array(array, np.dtype(np.float64)) for name, array in weights.items()}
+        return self._converter.fill(model, weights)
 
 
 def _float64_array(array: Lazy, dtype: Any) -> Lazy:

@@ -14,6 +14,7 @@ from polyamp.parity.trace.observer import Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
@@ -38,14 +39,28 @@ class ParticipantAlignment(NamedTuple):
     """Alignment of a side with the first one.
 
     Attributes:
-        agreed: the alignment that both sides use.
-        ways: mappings from its arrays to canonical ones under the first side's names.
-        leaves: the values that it gets from the first side, by its own names; None for the first side itself.
+        alignments: the alignment that both sides use; of the first side, those with all others.
+        mappings: mappings from its arrays to canonical ones under the first side's names.
+        weights: the values that it gets from the first side, by its own names; None for the first side itself.
     """
 
-    agreed: Sequence[Alignment]
-    ways: Sequence[ArrayMapping]
-    leaves: Mapping[str, Lazy] | None
+    alignments: Sequence[Alignment]
+    mappings: Sequence[ArrayMapping]
+    weights: Mapping[str, Lazy] | None
+
+
+def side_batch(batch: Any, adapter: ChannelOrderAdapter | None) -> Any:
+    """Return a side's part of a batch.
+
+    Args:
+        batch: a batch in the layout of the first side, or a `porting.Batch`.
+        adapter: converts images to the layout of the side; None for the first side.
+    """
+    if not isinstance(batch, Batch):
+        return batch if adapter is None else adapter.tree(batch)
+    if adapter is None:
+        return batch.source
+    return adapter.tree(batch.source) if batch.target is None else batch.target
 
 
 class TraceRecorder:
@@ -56,24 +71,24 @@ class TraceRecorder:
         inventory: Inventory,
         observer: Observer,
         loss_fn: LossFunction,
-        meeting: ParticipantAlignment,
+        alignment: ParticipantAlignment,
         batches: BatchSource,
         write: EntrySink,
     ) -> None:
-        self._observer, self._loss_fn, self._meeting = observer, loss_fn, meeting
+        self._observer, self._loss_fn, self._mappings = observer, loss_fn, alignment.mappings
         self._batches, self._write = batches, write
-        self._first = meeting.leaves is None
-        own = meeting.agreed[0] if not self._first else None
+        is_first = alignment.weights is None
+        own = None if is_first else alignment.alignments[0]
         self._modules = None if own is None else own.modules
         self._applied = {} if own is None else own.applied
         self._activations_behind: dict[str, str] = {}
-        for each in meeting.agreed if self._first else ():
+        for each in alignment.alignments if is_first else ():
             self._activations_behind |= each.behind
         self._cotangent_exclusions = (
             set() if own is None else {own.modules[path] for path in own.applied} | set(own.behind)
         )
         self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
-        self._flatten_dense_layers = {path for each in meeting.agreed for path in each.turned}
+        self._flatten_dense_layers = {path for each in alignment.alignments for path in each.turned}
         self.operations: list[Any] = []
         self.step_number = 0
         self.unseen = ""
@@ -111,13 +126,13 @@ class TraceRecorder:
             with self._measure_overhead():
                 self._record_activation(path, what, array, dtype, step)
 
-        watched = self._observer.watch(state, self._loss_fn, batch, see)
+        record = self._observer.watch(state, self._loss_fn, batch, see)
         with self._measure_overhead():
-            self._record_number(step, "forward", "loss", watched.loss)
-            self._record_gradients(watched.gradients, step)
+            self._record_number(step, "forward", "loss", record.loss)
+            self._record_gradients(record.gradients, step)
             if step == 1:
-                self.operations = self._rename_modules(watched.operations)
-                self.unseen = watched.unseen
+                self.operations = self._rename_modules(record.operations)
+                self.unseen = record.unseen
 
     def _record_activation(self, path: str, what: str, array: Array, dtype: str, step: int) -> None:
         name, mark, count = path.partition("#")
@@ -132,31 +147,21 @@ class TraceRecorder:
         common = _channels_last(array, self._rank)
         if what == "output" and name in self._applied:
             self._record_array(step, stage, module + mark + count, BEFORE_ACTIVATION, "", common, dtype, path)
-            behind = apply_activation(self._applied[name], common)
-            if behind is None:
+            activated = apply_activation(self._applied[name], common)
+            if activated is None:
                 return
-            common = behind.astype(common.dtype)
+            common = activated.astype(common.dtype)
         self._record_array(step, stage, module + mark + count, what, "", common, dtype, path)
         if what == "output" and name in self._activations_behind:
-            behind = apply_activation(self._activations_behind[name], common)
-            if behind is not None:
-                out = behind.astype(common.dtype)
-                self._record_array(
-                    step,
-                    stage,
-                    module + mark + count,
-                    f"output, {self._activations_behind[name]}",
-                    "",
-                    out,
-                    dtype,
-                    path,
-                )
+            activation = self._activations_behind[name]
+            activated = apply_activation(activation, common)
+            if activated is not None:
+                after = activated.astype(common.dtype)
+                self._record_array(step, stage, module + mark + count, f"output, {activation}", "", after, dtype, path)
 
     def _record_gradients(self, gradients: Mapping[str, Array | None], step: int) -> None:
-        for way in reversed(self._meeting.ways):
-            for name, array in canonical_gradients(way, gradients).items():
-                read = array.read()
-                self._record_array(step, "backward", way.path, "gradient", name, read, str(read.dtype), way.layer.path)
+        for mapping in reversed(self._mappings):
+            self._record_arrays(step, "backward", mapping, "gradient", canonical_gradients(mapping, gradients))
 
     def _record_update(self, training: Any, step: int) -> None:
         with self._measure_overhead():
@@ -166,23 +171,21 @@ class TraceRecorder:
                     self._record_number(step, "step", "scale", float(own.arrays["loss_scale/scale"]))
                 if training.step is None and own.step is not None:  # else it still has the initial value
                     self._record_number(step, "step", "applied", float(own.step))
-            for way in self._meeting.ways:
-                found = states.canonical_state(own, [way._replace(order=None)])
-                trained = _trainable_names(way)
+            for mapping in self._mappings:
+                found = states.canonical_state(own, [mapping._replace(order=None)])
                 for slot, arrays in found.slots.items() if step else ():
-                    self._record_arrays(step, way, slot, arrays)
-                self._record_arrays(
-                    step, way, "parameter", {k: v for k, v in found.parameters.items() if _array_name(k) in trained}
-                )
-                rest = {k: v for k, v in found.parameters.items() if _array_name(k) not in trained}
-                self._record_arrays(step, way, "statistic", rest)
+                    self._record_arrays(step, "update", mapping, slot, _by_array_name(arrays))
+                trainable, parameters = _trainable_names(mapping), _by_array_name(found.parameters)
+                for what, is_trained in (("parameter", True), ("statistic", False)):
+                    chosen = {name: array for name, array in parameters.items() if (name in trainable) is is_trained}
+                    self._record_arrays(step, "update", mapping, what, chosen)
 
-    def _record_arrays(self, step: int, way: ArrayMapping, what: str, arrays: Mapping[str, Lazy]) -> None:
-        for name, array in _apply_flatten_order(
-            way, {_array_name(key): array for key, array in arrays.items()}
-        ).items():
-            read = array.read()
-            self._record_array(step, "update", way.path, what, name, read, str(read.dtype), way.layer.path)
+    def _record_arrays(
+        self, step: int, stage: Stage, mapping: ArrayMapping, what: str, arrays: Mapping[str, Lazy]
+    ) -> None:
+        for name, array in _apply_flatten_order(mapping, arrays).items():
+            values = array.read()
+            self._record_array(step, stage, mapping.path, what, name, values, str(values.dtype), mapping.layer.path)
 
     def _record_array(
         self, step: int, stage: Stage, module: str, what: str, name: str, array: Array, dtype: str, own: str
@@ -211,46 +214,47 @@ class TraceRecorder:
             self.overhead_seconds += time.perf_counter() - began
 
 
-def canonical_gradients(way: ArrayMapping, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
+def canonical_gradients(mapping: ArrayMapping, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
     """Return the gradients of a layer's arrays in canonical layout, under the names of its canonical arrays.
 
     Arrays that are not trained, are tied to another array, or have no gradient are left out.
     """
     found: dict[str, Lazy] = {}
-    for rule in way.form.rules:
-        held: dict[str, Lazy] = {}
+    for rule in mapping.form.rules:
+        native: dict[str, Lazy] = {}
         for name in rule.native:
-            leaf = way.layer.leaves[name]
-            values_ = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
-            if values_ is not None:
-                held[name] = Lazy.of(values_)
-        if len(held) < len(rule.native):
+            leaf = mapping.layer.leaves[name]
+            gradient = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
+            if gradient is not None:
+                native[name] = Lazy.of(gradient)
+        if len(native) < len(rule.native):
             continue
-        made = dataclasses.replace(way.form, rules=(rule,)).arrays(held, gradients=True)
+        made = dataclasses.replace(mapping.form, rules=(rule,)).arrays(native, gradients=True)
         if any(getattr(operation, "absent", ()) for operation in rule.operations):
             made = {rule.canonical[0]: made[rule.canonical[0]]}  # an array that the framework lacks has no gradient
         found.update(made)
-    return _apply_flatten_order(way, found)
+    return found
 
 
-def _apply_flatten_order(way: ArrayMapping, arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
+def _apply_flatten_order(mapping: ArrayMapping, arrays: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
     """Return the arrays of a dense layer next to a flatten in the first side's input order."""
-    if way.order is None or (way.order.rows and "kernel" not in arrays) or not arrays:
-        return dict(arrays)
-    return way.order.apply(arrays, back=True)
+    order = mapping.order
+    if order is None or (order.rows and "kernel" not in arrays) or not arrays:
+        return arrays
+    return order.apply(arrays, back=True)
 
 
-def _trainable_names(way: ArrayMapping) -> set[str]:
+def _trainable_names(mapping: ArrayMapping) -> set[str]:
     return {
         name
-        for rule in way.form.rules
-        if all(way.layer.leaves[native].trainable for native in rule.native)
+        for rule in mapping.form.rules
+        if all(mapping.layer.leaves[native].trainable for native in rule.native)
         for name in rule.canonical
     }
 
 
-def _array_name(key: str) -> str:
-    return key.rpartition("/")[2]
+def _by_array_name(arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    return {key.rpartition("/")[2]: array for key, array in arrays.items()}
 
 
 def _nearest_partner(path: str, modules: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from polyamp.parity.execution.array_store import ArrayStore, BatchTree
 from polyamp.parity.execution.collect_report import build_report
 from polyamp.parity.execution.function_ref import FunctionRef, import_paths, make_function_ref
 from polyamp.parity.execution.messages import OwnLoopSpec, ParityEvent, SideJob
-from polyamp.parity.execution.worker_pool import WORKER_MODULE, SideSpec, WorkerPool
+from polyamp.parity.execution.worker_pool import WORKER_MODULE, SideProcess, WorkerPool
 from polyamp.parity.findings import encode_report
 from polyamp.parity.own_loop import OwnLoop
 from polyamp.parity.report.report import Report
@@ -115,11 +115,13 @@ def run(
             Path(scratch), kept, build, data, loss_fn, recipe, steps, names, inputs, randomness, options
         )  # fmt: skip
         pythons = _interpreters_by_label(interpreters or {}, list(build))
-        sides = [SideSpec(job, pythons[job.side], Path(job.traces) / "log.txt") for job in jobs]
+        sides = [
+            SideProcess(label=job.side, folder=Path(job.traces), job=job, python=pythons[job.side]) for job in jobs
+        ]
         pool = WorkerPool(sides, Path(scratch), timeout, on_event or _ignore_event, at_once=at_once)
 
         def report() -> Report:
-            found = build_report(sides, pool.phases, steps, randomness, time.perf_counter() - began)
+            found = build_report(sides, pool.phases, steps, randomness, began)
             if kept is not None:
                 (kept / "report.json").write_bytes(encode_report(found))
             return found

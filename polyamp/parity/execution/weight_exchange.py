@@ -55,9 +55,9 @@ def read_reference(folder: Path) -> Inventory:
     return inventory
 
 
-def write_alignment(agreed: Alignment, ways: Sequence[ArrayMapping], path: Path) -> None:
+def write_alignment(alignment: Alignment, mappings: Sequence[ArrayMapping], path: Path) -> None:
     """Write another side's alignment, and its mappings of the first side's arrays."""
-    _write_pickle(path, (agreed, list(ways)))
+    _write_pickle(path, (alignment, list(mappings)))
 
 
 def read_alignment(path: Path) -> tuple[Alignment, list[ArrayMapping]]:

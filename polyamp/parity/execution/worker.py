@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from polyamp.errors import RecipeError
@@ -13,12 +12,12 @@ from polyamp.parity.execution.array_store import BatchTree, batch_digest, load_b
 from polyamp.parity.execution.function_ref import FunctionRef, add_import_paths
 from polyamp.parity.execution.messages import OwnLoopSpec, SideJob, TrainCommand
 from polyamp.parity.execution.participant import Participant
-from polyamp.parity.execution.recorder import ParticipantAlignment
+from polyamp.parity.execution.recorder import ParticipantAlignment, side_batch
 from polyamp.parity.execution.side_worker import EmitMessage, SideWorker
 from polyamp.parity.own_loop import OwnLoop
-from polyamp.parity.precisions import Phase, recipe_json, without_judge
-from polyamp.parity.trace.trace import Entry, TraceWriter
-from polyamp.porting.check import Batch, ChannelOrderAdapter
+from polyamp.parity.precisions import Phase, recipe_json
+from polyamp.parity.trace.trace import Entry
+from polyamp.porting.check import ChannelOrderAdapter
 from polyamp.recipe.recipe import Recipe
 
 
@@ -45,7 +44,7 @@ class ParticipantWorker(SideWorker[SideJob]):
         self.activity = f"while {job.build.name}() built the model"
         model = build()
         self.activity = "while the model was looked at"
-        party = Participant(
+        participant = Participant(
             job.side,
             model,
             loss_fn,
@@ -54,26 +53,26 @@ class ParticipantWorker(SideWorker[SideJob]):
             options=job.options,
             randomness=job.randomness,
         )
-        text, optimizer = recipe_json(party.recipe)
-        environment = party.environment()
+        text, optimizer = recipe_json(participant.recipe)
+        environment = participant.environment()
         self.emit(messages.SideBuildEvent(side=job.side, environment=environment, recipe=text, optimizer=optimizer))
-        meeting = None
+        alignment = None
         if job.number == 0:
             self.activity = "while its weights were written"
-            weight_exchange.write_reference(party.inventory, folder)
+            weight_exchange.write_reference(participant.inventory, folder)
             self.emit(messages.SideReadyEvent(side=job.side))
         else:
             self.activity = "while it was matched with the first side"
             source = weight_exchange.read_reference(folder)
-            meeting, ways = party.align_with(source, job.names)
-            weight_exchange.write_alignment(meeting.agreed[0], ways, Path(job.alignment_file(job.number)))
-            batches.across = ChannelOrderAdapter(source, party.inventory)
-            self.emit(messages.SideReadyEvent(side=job.side, agreed=meeting.agreed[0]))
-        train = self.next_command(TrainCommand)
-        if train is None:  # the run ended
+            alignment, mappings = participant.align_with(source, job.names)
+            weight_exchange.write_alignment(alignment.alignments[0], mappings, Path(job.alignment_file(job.number)))
+            batches.adapter = ChannelOrderAdapter(source, participant.inventory)
+            self.emit(messages.SideReadyEvent(side=job.side, alignment=alignment.alignments[0]))
+        command = self.next_command(TrainCommand)
+        if command is None:  # the run ended
             return
         self.activity = "in training"
-        self._train(party, meeting or self._first(party, train), batches, train.phases)
+        self._train(participant, alignment or self._align_as_first(participant, command), batches, command.phases)
         self.emit(messages.SideFinishEvent(side=job.side))
 
     def _inputs(self) -> Any:
@@ -82,28 +81,20 @@ class ParticipantWorker(SideWorker[SideJob]):
             return inputs.found()()
         return None if inputs is None else load_batch(Path(self.job.arrays), inputs)
 
-    def _first(self, party: Participant, train: TrainCommand) -> ParticipantAlignment:
-        found = [weight_exchange.read_alignment(Path(self.job.alignment_file(number))) for number in train.others]
-        return party.first([agreed for agreed, _ in found], [way for _, ways in found for way in ways])
+    def _align_as_first(self, participant: Participant, command: TrainCommand) -> ParticipantAlignment:
+        found = [weight_exchange.read_alignment(Path(self.job.alignment_file(number))) for number in command.others]
+        mappings = [mapping for _, chosen in found for mapping in chosen]
+        return participant.align_as_first([alignment for alignment, _ in found], mappings)
 
     def _train(
-        self, party: Participant, meeting: ParticipantAlignment, batches: _JobBatches, phases: list[Phase]
+        self, participant: Participant, alignment: ParticipantAlignment, batches: _JobBatches, phases: list[Phase]
     ) -> None:
         for phase in phases:
             self.phase, self.step, self._loss = phase.shown, 0, None
             path = Path(self.job.traces) / f"{phase.name}.trace"
-            self._steps = self.job.steps if party.recipe is not None else 1
-            with _TraceFile(path, self._note_loss) as write:
-                note, trace = "", None
-                try:
-                    trace = party.run(phase, meeting, batches, self._steps, write)
-                except Exception as error:
-                    if not phase.wide:
-                        raise
-                    note = without_judge(party.label, error)
-            if trace is None:
-                path.unlink()  # an unfinished float64 run is no reference
-            self.emit(messages.PhaseEndEvent(side=party.label, trace=trace, note=note))
+            self._steps = self.job.steps if participant.recipe is not None else 1
+            trace, note = participant.record(phase, alignment, batches, self._steps, path, self._note_loss)
+            self.emit(messages.PhaseEndEvent(side=self.job.side, trace=trace, note=note))
 
     def _note_loss(self, entry: Entry) -> None:
         if entry.what == "loss":
@@ -132,11 +123,11 @@ class _JobBatches:
     """Batches of a side, by the number of the step, from 0."""
 
     def __init__(self, job: SideJob, begin: Callable[[int], None], check: Callable[[int, Any], None]) -> None:
-        self._first, self._arrays = job.number == 0, Path(job.arrays)
+        self._arrays = Path(job.arrays)
         self._trees: list[BatchTree] = [] if isinstance(job.data, FunctionRef) else job.data
         self._batch_function = job.data.found() if isinstance(job.data, FunctionRef) else None
         self._report_step, self._check_batch = begin, check
-        self.across: ChannelOrderAdapter | None = None
+        self.adapter: ChannelOrderAdapter | None = None
 
     def __call__(self, step: int) -> Any:
         self._report_step(step)
@@ -145,30 +136,7 @@ class _JobBatches:
             self._check_batch(step, batch)
         else:
             batch = load_batch(self._arrays, self._trees[step % len(self._trees)])
-        if not isinstance(batch, Batch):
-            return batch if self._first or self.across is None else self.across.tree(batch)
-        if self._first or self.across is None:
-            return batch.source
-        return self.across.tree(batch.source) if batch.target is None else batch.target
-
-
-class _TraceFile:
-    """Trace file that also passes its entries to an observer."""
-
-    def __init__(self, path: Path, note: Callable[[Entry], None]) -> None:
-        self._writer, self._note_loss = TraceWriter(path), note
-
-    def __enter__(self) -> Callable[[Entry], None]:
-        return self._write
-
-    def _write(self, entry: Entry) -> None:
-        self._writer(entry)
-        self._note_loss(entry)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._writer.close()
+        return side_batch(batch, self.adapter)
 
 
 def _load_recipe(recipe: str | FunctionRef | OwnLoopSpec | None) -> Any:

@@ -21,10 +21,9 @@ import msgspec
 from polyamp._version import __version__
 from polyamp.parity.execution import messages
 from polyamp.parity.execution.messages import FailureReason, InternalMessage, TrainCommand, WorkerJob, WorkerMessage
-from polyamp.parity.findings import Environment, Failure
+from polyamp.parity.execution.side_record import SideRecord
+from polyamp.parity.findings import Failure
 from polyamp.parity.precisions import Phase, comparison_phases
-from polyamp.parity.trace.trace import Trace
-from polyamp.parity.verdict.alignment import Alignment
 from polyamp.recipe.recipe import Recipe
 from polyamp.worker_processes import OutputQueue, Reaper, Worker
 
@@ -34,20 +33,14 @@ _EXTERNAL_SIGNALS: Final = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 SideStage = Literal["new", "busy", "ready", "done", "failed"]
 
 
-@dataclasses.dataclass
-class SideSpec:
-    """State of one side of a run in the parent process.
+@dataclasses.dataclass(kw_only=True)
+class SideProcess(SideRecord):
+    """State of the process of one side of a run.
 
     Attributes:
         job: its job.
         python: its interpreter.
-        log: file of its standard error, in the folder of its traces.
         stage: "busy" while it works, "ready" while it waits for the others.
-        phase, step: its current phase and step.
-        environment, recipe, optimizer, agreed: as its messages report them.
-        traces: phase -> its trace without entries, once it has ended.
-        notes: what it left out, and why.
-        failure: why it did not finish.
         worker: its process.
         spent: seconds that it worked until `since`.
         since: time of the last command to continue.
@@ -55,29 +48,15 @@ class SideSpec:
 
     job: WorkerJob
     python: str
-    log: Path
     stage: SideStage = "new"
-    phase: str = ""
-    step: int = 0
-    environment: Environment | None = None
-    recipe: Recipe | None = None
-    optimizer: str = ""
-    agreed: Alignment | None = None
-    traces: dict[str, Trace] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    failure: Failure | None = None
     worker: Worker | None = None
     spent: float = 0.0
     since: float = 0.0
 
     @property
-    def label(self) -> str:
-        """Name in reports."""
-        return self.job.side
-
-    def trace_file(self, phase: str) -> Path:
-        """Return the path of the trace file of a phase, which need not exist."""
-        return self.log.with_name(f"{phase}.trace")
+    def log(self) -> Path:
+        """File of its standard error."""
+        return self.folder / "log.txt"
 
 
 class WorkerPool:
@@ -95,7 +74,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        sides: Sequence[SideSpec],
+        sides: Sequence[SideProcess],
         folder: Path,
         timeout: float,
         on_event: Callable[[Any], None],
@@ -120,7 +99,7 @@ class WorkerPool:
         with ExitStack() as stack:
             reaper = stack.enter_context(Reaper(self._folder))
 
-            def start(side: SideSpec) -> None:
+            def start(side: SideProcess) -> None:
                 self._start(side, reaper, stack)
 
             try:
@@ -134,7 +113,7 @@ class WorkerPool:
                         self._fail(side, "interrupted", "the run was interrupted before this side was done")
                 raise
 
-    def _run_aligned(self, start: Callable[[SideSpec], None]) -> None:
+    def _run_aligned(self, start: Callable[[SideProcess], None]) -> None:
         first, *others = self._sides
         self._run_until_idle([first], start)
         if first.stage == "ready":
@@ -143,7 +122,7 @@ class WorkerPool:
         if first.stage == "ready" and len(aligned) > 1:
             self._run_until_idle(aligned, self._send_train_command(aligned))
 
-    def _start(self, side: SideSpec, reaper: Reaper, stack: ExitStack) -> None:
+    def _start(self, side: SideProcess, reaper: Reaper, stack: ExitStack) -> None:
         self._notify(messages.SideLaunchEvent(side=side.label))
         try:
             side.worker = Worker(
@@ -159,20 +138,20 @@ class WorkerPool:
             return
         stack.callback(side.worker.end)
 
-    def _send_train_command(self, sides: Sequence[SideSpec]) -> Callable[[SideSpec], None]:
+    def _send_train_command(self, sides: Sequence[SideProcess]) -> Callable[[SideProcess], None]:
         """Return a function that sends a side the command to train."""
         most = max(side.environment.parameters for side in sides if side.environment is not None)
         self.phases = comparison_phases(tuple(side.recipe for side in sides), most)
         numbers = [number for number, side in enumerate(self._sides) if side.stage == "ready"]
         train = TrainCommand(phases=self.phases, others=numbers[1:])
 
-        def send(side: SideSpec) -> None:
+        def send(side: SideProcess) -> None:
             if side.worker is not None:
                 side.worker.send(msgspec.json.encode(train) + b"\n")
 
         return send
 
-    def _run_until_idle(self, sides: Sequence[SideSpec], begin: Callable[[SideSpec], None]) -> None:
+    def _run_until_idle(self, sides: Sequence[SideProcess], begin: Callable[[SideProcess], None]) -> None:
         """Let sides work, `at_once` at a time, until each is idle or has failed."""
         waiting = deque(sides)
         while waiting or any(side.stage == "busy" for side in self._sides):
@@ -194,15 +173,15 @@ class WorkerPool:
             if sender.stage not in ("done", "failed"):
                 self._handle_line(sender, line)
 
-    def _seconds_left(self, side: SideSpec) -> float:
+    def _seconds_left(self, side: SideProcess) -> float:
         return self._timeout - side.spent - (time.perf_counter() - side.since)
 
-    def _set_idle(self, side: SideSpec, stage: SideStage) -> None:
+    def _set_idle(self, side: SideProcess, stage: SideStage) -> None:
         """Mark a side as idle, for now or for good."""
         side.spent += time.perf_counter() - side.since
         side.stage = stage
 
-    def _handle_line(self, side: SideSpec, line: bytes | None) -> None:
+    def _handle_line(self, side: SideProcess, line: bytes | None) -> None:
         if line is None:
             self._handle_exit(side)
             return
@@ -217,7 +196,7 @@ class WorkerPool:
         if not isinstance(event, InternalMessage):
             self._notify(event)
 
-    def _handle_message(self, side: SideSpec, event: Any) -> None:
+    def _handle_message(self, side: SideProcess, event: Any) -> None:
         assert side.worker is not None
         if isinstance(event, messages.HandshakeEvent):
             if event.polyamp != __version__:
@@ -233,16 +212,14 @@ class WorkerPool:
             side.environment, side.optimizer = event.environment, event.optimizer
             side.recipe = None if event.recipe is None else Recipe.from_json(event.recipe)
         elif isinstance(event, messages.SideReadyEvent):
-            side.agreed = event.agreed
+            side.alignment = event.alignment
             self._set_idle(side, "ready")
         elif isinstance(event, messages.SideProgressEvent):
             side.phase, side.step = event.phase, event.step
         elif isinstance(event, messages.BatchDigestEvent):
             self._check_batch_digest(side, event)
         elif isinstance(event, messages.PhaseEndEvent):
-            side.notes += [event.note] if event.note else []
-            if event.trace is not None:
-                side.traces[event.trace.phase] = event.trace
+            side.end_phase(event.trace, event.note)
         elif isinstance(event, messages.SideFinishEvent):
             self._set_idle(side, "done")
             side.worker.end()
@@ -251,7 +228,7 @@ class WorkerPool:
             self._set_idle(side, "failed")
             side.worker.end()
 
-    def _check_batch_digest(self, side: SideSpec, event: messages.BatchDigestEvent) -> None:
+    def _check_batch_digest(self, side: SideProcess, event: messages.BatchDigestEvent) -> None:
         label, known = self._batch_digests.setdefault(event.step, (side.label, event.digest))
         if known != event.digest:
             self._fail(
@@ -262,7 +239,7 @@ class WorkerPool:
                 "it with the step, numpy.random.default_rng(step), or give the arrays themselves.",
             )
 
-    def _handle_exit(self, side: SideSpec) -> None:
+    def _handle_exit(self, side: SideProcess) -> None:
         """Handle the exit of a process that did not report its end."""
         assert side.worker is not None
         status = side.worker.status()
@@ -285,7 +262,7 @@ class WorkerPool:
         else:
             self._fail(side, "crashed", f"the process ended itself with exit status {status}{tail}")
 
-    def _handle_timeout(self, side: SideSpec) -> None:
+    def _handle_timeout(self, side: SideProcess) -> None:
         assert side.worker is not None
         side.worker.dump_stacks()
         self._fail(
@@ -294,7 +271,7 @@ class WorkerPool:
             f"ended after the time limit of {self._timeout:g} s (timeout=){self._stderr_tail(side)}",
         )
 
-    def _fail(self, side: SideSpec, reason: FailureReason, message: str) -> None:
+    def _fail(self, side: SideProcess, reason: FailureReason, message: str) -> None:
         side.failure = Failure(side=side.label, phase=side.phase, step=side.step, reason=reason, message=message)
         self._set_idle(side, "failed")
         if side.worker is not None:
@@ -302,7 +279,7 @@ class WorkerPool:
         if reason != "interrupted":
             self._notify(messages.SideFailureEvent(failure=side.failure))
 
-    def _stderr_tail(self, side: SideSpec) -> str:
+    def _stderr_tail(self, side: SideProcess) -> str:
         """Return the end of a side's standard error, to append to a message."""
         assert side.worker is not None
         tail = side.worker.tail()

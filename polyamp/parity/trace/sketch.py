@@ -127,12 +127,12 @@ def sketch(array: Array, dtype: str) -> Sketch:
         largest = max(largest, float(wide.max()), -float(wide.min()))
         if flat.size > MAX_EXACT_SIZE:
             sums += _signed_sums(wide, start // _CHUNK)
-    kept = _sample_values(flat)
+    kept = flat if flat.size <= MAX_EXACT_SIZE else flat[sample_indices(flat.size)]
     half = kept.dtype == np.float32
     count = max(flat.size, 1)
     return Sketch(
         dtype=dtype,
-        shape=tuple(int(length) for length in np.shape(array)),
+        shape=np.shape(array),
         mean=total / count,
         rms=math.sqrt(squares / count),
         largest=largest,
@@ -173,10 +173,6 @@ def sample_indices(size: int) -> Array:
     return np.sort(np.random.default_rng(_SEED).integers(0, size, MAX_EXACT_SIZE))
 
 
-def _sample_values(flat: Array) -> Array:
-    return flat[sample_indices(flat.size)]
-
-
 def _width(wide: Array, known: int, widest: int) -> int:
     """Return the index of the narrowest dtype that represents these values exactly, at least `known`.
 
@@ -189,8 +185,10 @@ def _width(wide: Array, known: int, widest: int) -> int:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
+        probe = wide[:_PROBE_SIZE]
         for number, dtype in enumerate(_WIDTHS[known:widest], known):
-            if all(np.array_equal(each.astype(dtype).astype(np.float64), each) for each in (wide[:_PROBE_SIZE], wide)):
+            is_exact = np.array_equal(probe.astype(dtype).astype(np.float64), probe)
+            if is_exact and np.array_equal(wide.astype(dtype).astype(np.float64), wide):
                 return number
     return widest
 

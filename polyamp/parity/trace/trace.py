@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final, Literal
 
@@ -81,15 +81,19 @@ class TraceWriter:
 
     Args:
         path: a new file.
+        on_entry: also called with each entry.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_entry: Callable[[Entry], None] | None = None) -> None:
         self._file: IO[bytes] = path.open("wb")
+        self._on_entry = on_entry
 
     def __call__(self, entry: Entry) -> None:
         body = _ENCODER.encode(entry)
         self._file.write(len(body).to_bytes(4, "little") + body)
         self._file.flush()
+        if self._on_entry is not None:
+            self._on_entry(entry)
 
     def close(self) -> None:
         """Close the file."""

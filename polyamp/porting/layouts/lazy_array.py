@@ -34,6 +34,9 @@ class Lazy:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, read: Callable[[], Array]) -> None:
         self.shape = tuple(int(length) for length in shape)
+        import numpy as np
+
+        self.shape = tuple(map(int, shape))
         self.dtype = np.dtype(dtype)
         self._read = read
 

@@ -67,7 +67,7 @@ class Transpose(Moves):
     axes: tuple[int, ...]
 
     def shapes(self, shapes: list[Shape]) -> list[Shape]:
-        return [tuple(shape[axis] for axis in self.axes) for shape in shapes]
+        return [tuple([shape[axis] for axis in self.axes]) for shape in shapes]
 
     def forward(self, arrays: list[Array]) -> list[Array]:
         return [array.transpose(self.axes) for array in arrays]

@@ -24,9 +24,12 @@ def rebind_closures(twin: nn.Module, memo: Mapping[int, Any]) -> None:
     """
     known: dict[int, Any] = {}
     for part in twin.modules():
-        slots = vars(part)
-        for where in (slots, *(value for name, value in slots.items() if "hooks" in name and isinstance(value, dict))):
+        attributes = vars(part)
+        hooks = [value for name, value in attributes.items() if "hooks" in name and isinstance(value, dict) and value]
+        for where in (attributes, *hooks):
             for name, value in list(where.items()):
+                if value is None or isinstance(value, bool | int | float | str | dict):
+                    continue
                 again = _rebind_value(value, memo, known)
                 if again is not value:
                     where[name] = again

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from polyamp_torch.compat import without_function_modes
+
 Array = np.ndarray[Any, Any]
 
 
@@ -31,8 +33,9 @@ def host_array(tensor: torch.Tensor, *, copy: bool = True) -> Array:
         tensor: the tensor.
         copy: False if no other code will write to the tensor: the result may then share its memory.
     """
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    values: Array = tensor.detach().to("cpu", dtype, copy=copy).resolve_conj().resolve_neg().numpy()
+    with without_function_modes():
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        values: Array = tensor.detach().to("cpu", dtype, copy=copy).resolve_conj().resolve_neg().numpy()
     return values
 
 

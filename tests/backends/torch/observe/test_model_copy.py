@@ -63,6 +63,16 @@ def test_dropout_passes_on_what_it_is_given_and_only_in_the_block() -> None:
     assert not torch.equal(model(x)[0], model(x)[0])
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_packed_sequences_drop_nothing(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind(4, 8, 2, dropout=0.5)
+    x = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3]))
+    with OBSERVER.still(model, None):
+        inside = model(x)[0].data
+    assert torch.equal(inside, model.eval()(x)[0].data)
+
+
 def test_a_step_trains_without_dropout() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Linear(4, 1))
     recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1))
