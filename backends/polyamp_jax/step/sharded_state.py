@@ -21,7 +21,7 @@ from polyamp.contract.sharded_state import ArrayForm, StateProcesses
 from polyamp.errors import BackendNotInstalledError, CheckpointError, ReplicaError, UnsupportedError
 from polyamp.rules.single_file_save import SingleWriter
 from polyamp.train.checkpoint_processes import SingleProcess, check_array_forms
-from polyamp_jax.arrays import is_key
+from polyamp_jax.arrays import is_key, shape_struct
 from polyamp_jax.step.error_hints import other_process_error
 from polyamp_jax.step.jax_only import coordination_store
 from polyamp_jax.step.state import JaxState, check_not_donated, export_arrays, named_state_arrays
@@ -139,8 +139,7 @@ class JaxShardedState:
             name: np.zeros(form.shape, _array_dtype(form)) for name, form in forms.items() if not _element_count(form)
         }
         how = {name: self._how(orbax, name, form) for name, form in stored.items()}
-        described: Any = jax.ShapeDtypeStruct  # JAX does not annotate it
-        item = {name: described(form.shape, _array_dtype(form)) for name, form in stored.items()}
+        item = {name: shape_struct(form.shape, _array_dtype(form)) for name, form in stored.items()}
         path = (folder / _ORBAX_FOLDER).absolute()
         try:
             with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
