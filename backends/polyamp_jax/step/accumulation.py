@@ -50,14 +50,14 @@ def loss_and_gradients(
         weighing = LossWeighting(totals=replicas.totals(loss_weights.term_totals([done.counts])))
         done = run_pass(loss_fn, states, params, before, batch, replicas, weighing)
     own, values, by = done.loss, done.values, done.weight
-    apart = replicas is not None and bool(replicas.local_axes)  # the gradients are not reduced over the replicas yet
+    is_local = replicas is not None and bool(replicas.local_axes)  # the gradients are not reduced over the replicas yet
     if by is not None:
         own = own * by
-        values = jax.tree.map(lambda g: multiply_by_weight(g, by), widen_parameters(values)) if apart else values
+        values = jax.tree.map(lambda g: multiply_by_weight(g, by), widen_parameters(values)) if is_local else values
     loss, values, running, whole = _reduce_over_replicas(replicas, states, own, values, done.running, by)
     if whole is not None:
         loss = loss / weight_divisor(whole)
-        values = _divide(values, weight_divisor(whole)) if apart else values
+        values = _divide(values, weight_divisor(whole)) if is_local else values
     if weighing.totals is not None:
         whole = sum(weighing.totals.counts)
     scale = active_loss_scale(states[0])
@@ -166,20 +166,20 @@ def _run_micro_batches(
     list per micro-batch.
     """
     own: Callable[[Any], Any] = replicas.mark_varying if replicas is not None else lambda tree: tree
-    idle: list[Any] = []  # per run, the unused parameters: its micro-batches are one program
-    still: list[Any] = []  # per run, the running statistics that it does not change
+    unused: list[Any] = []  # per run, the unused parameters: its micro-batches are one program
+    unchanged: list[Any] = []  # per run, the running statistics that it does not change
 
     def one(how: LossWeighting, carry: tuple[RunningState, Any], part: Any) -> tuple[tuple[RunningState, Any], Any]:
         running, total = carry
         done = run_pass(loss_fn, [state], [params], [running], part, replicas, how)
         check_carry(done.running[0].written, running.written)
-        idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
+        unused[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         by = done.weight
         total = jax.tree.map(
             lambda t, g: t if g is None else t + multiply_by_weight(g.astype(t.dtype), by), total, *done.values
         )
         after = done.running[0]
-        still[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
+        unchanged[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
         carry = (after._replace(statistics=own(after.statistics)), place_gradients(total, state))
         return carry, (done.loss, done.aux, done.weight, list(done.counts))
 
@@ -188,8 +188,8 @@ def _run_micro_batches(
     shares = [1.0 if weighing.totals is not None else window.weights[run.start] for run, _ in parts]
     outputs = []
     for share, (run, members) in zip(shares, parts, strict=True):
-        idle.append(None)
-        still.append(None)
+        unused.append(None)
+        unchanged.append(None)
         how = weighing._replace(share=share, rows=window.sizes[run.start])
         carry, output = scan_micro_batches(functools.partial(one, how), carry, members, own(state.params))
         outputs.append(output)
@@ -204,15 +204,18 @@ def _run_micro_batches(
             loss = jnp.mean(losses[0])
         else:
             loss = sum(share * jnp.sum(own) for share, own in zip(shares, losses, strict=True)) / whole
-        total = jax.tree.map(lambda t, *none: None if all(none) else t / whole, total, *idle)
+        total = jax.tree.map(lambda t, *none: None if all(none) else t / whole, total, *unused)
     else:
         loss = sum(jnp.sum(by * own) for by, own in zip(given, losses, strict=True))
         weight = sum(jnp.sum(by) for by in given)
-        total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *idle)
+        total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *unused)
     aux = auxes[0] if len(parts) == 1 else jax.tree.map(_join_runs, *auxes)
     if replicas is not None:  # unchanged statistics are the state's own arrays again and are not averaged
         kept = jax.tree.map(
-            lambda old, new, *alone: old if all(alone) else new, state.running.statistics, running.statistics, *still
+            lambda old, new, *alone: old if all(alone) else new,
+            state.running.statistics,
+            running.statistics,
+            *unchanged,
         )
         running = running._replace(statistics=kept)
     every = [

@@ -34,11 +34,11 @@ def refresh_state(state: JaxState, model: Any, growth: RefreshPlan) -> JaxState:
     if state.rngs:
         parts.adapter.check_streams(state.rngs)
     before, now = named_leaves(state.params), named_leaves(parts.params)
-    stayed = growth.surviving_parameters(
+    survivors = growth.surviving_parameters(
         _known_parameters(before), _known_parameters(now), lambda old, new: _is_equal(before[old], now[new])
     )
     made = create_state(parts, state.recipe, state.rngs, copy_arrays(state.scale_state), state.backend)
-    opt_state = _carry_state(state, made, stayed)
+    opt_state = _carry_state(state, made, survivors)
     running = made.running._replace(draws=copy_arrays(state.running.draws))
     kept = dataclasses.replace(made, opt_state=opt_state, running=running, step=copy_arrays(state.step))
     kept.setup.watch = state.setup.watch  # the host continues to count the state's steps (S17)
@@ -53,10 +53,10 @@ def _is_equal(one: Any, other: Any) -> bool:
     return one is other or bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
-def _carry_state(state: JaxState, made: JaxState, stayed: Mapping[str, str]) -> Any:
+def _carry_state(state: JaxState, made: JaxState, survivors: Mapping[str, str]) -> Any:
     """Return the new optimizer's state with the old entries of kept parameters and of all parameters together."""
     if isinstance(made.opt_state, FormulaState) and isinstance(state.opt_state, FormulaState):
-        return _carry_formula_state(state, made, stayed)
+        return _carry_formula_state(state, made, survivors)
     before = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     paths = {path_name(path): tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
     known = {tuple(path): path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(made.params)}
@@ -67,7 +67,7 @@ def _carry_state(state: JaxState, made: JaxState, stayed: Mapping[str, str]) -> 
         if start is None:  # shared by all parameters, such as a count or an injected rate
             old = before.get(path)
         else:
-            name = stayed.get(known[path[start:]])
+            name = survivors.get(known[path[start:]])
             old = None if name is None else before.get((*path[:start], *paths[name]))
         same = old is not None and jnp.shape(old) == jnp.shape(leaf) and old.dtype == leaf.dtype
         return copy_arrays(old) if same else leaf
@@ -75,13 +75,14 @@ def _carry_state(state: JaxState, made: JaxState, stayed: Mapping[str, str]) -> 
     return jax.tree_util.tree_map_with_path(one, made.opt_state)
 
 
-def _carry_formula_state(state: JaxState, made: JaxState, stayed: Mapping[str, str]) -> FormulaState:
+def _carry_formula_state(state: JaxState, made: JaxState, survivors: Mapping[str, str]) -> FormulaState:
     """Carry over the state of polyamp's own formulas. A new parameter counts as having missed all updates so far."""
     old: FormulaState = state.opt_state
     numbers = {name: number for number, name in enumerate(named_leaves(state.params))}
     missed = np.asarray(old.missed)
     counts = [
-        missed[numbers[stayed[name]]] if name in stayed else np.asarray(old.count) for name in named_leaves(made.params)
+        missed[numbers[survivors[name]]] if name in survivors else np.asarray(old.count)
+        for name in named_leaves(made.params)
     ]
     slots = {}
     for slot, tree in made.opt_state.slots.items():
@@ -90,7 +91,8 @@ def _carry_formula_state(state: JaxState, made: JaxState, stayed: Mapping[str, s
             continue
         own = named_leaves(old.slots[slot])
         leaves = [
-            copy_arrays(own[stayed[name]]) if name in stayed else leaf for name, leaf in named_leaves(tree).items()
+            copy_arrays(own[survivors[name]]) if name in survivors else leaf
+            for name, leaf in named_leaves(tree).items()
         ]
         slots[slot] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     return FormulaState(copy_arrays(old.count), jnp.array(np.array(counts, np.int32)), slots)

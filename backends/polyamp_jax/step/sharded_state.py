@@ -109,10 +109,10 @@ class JaxShardedState:
         self._leaves = named_state_arrays(state)
         shared = [leaf for leaf in self._leaves.values() if _is_shared(leaf)]
         self.processes: StateProcesses = _state_processes(state, shared)
-        held = {device.process_index for leaf in shared for device in leaf.sharding.device_set}
-        if shared and len(held) != jax.process_count():
+        ranks = {device.process_index for leaf in shared for device in leaf.sharding.device_set}
+        if shared and len(ranks) != jax.process_count():
             raise UnsupportedError(
-                f"this state lies in {len(held)} of {jax.process_count()} processes. A mesh over all of them can be "
+                f"this state lies in {len(ranks)} of {jax.process_count()} processes. A mesh over all of them can be "
                 "saved by all; or save one file with sharded=False on a state that lies in one."
             )
 
@@ -144,7 +144,7 @@ class JaxShardedState:
         try:
             with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
                 tree = checkpointer.metadata(path).item_metadata.tree
-                found = {name: ArrayForm(str(held.dtype), tuple(held.shape)) for name, held in tree.items()}
+                found = {name: ArrayForm(str(array.dtype), tuple(array.shape)) for name, array in tree.items()}
                 check_array_forms(folder, found, stored)
                 args = orbax.args.PyTreeRestore(item=item, restore_args=how)
                 read: dict[str, Any] = checkpointer.restore(path, args=args)
