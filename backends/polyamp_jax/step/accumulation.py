@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
-from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.loss_weights import TermTotals, WeightFunction
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.forward_backward import (
@@ -49,42 +49,50 @@ def loss_and_gradients(
     if replicas is not None and done.counts:
         weighing = LossWeighting(totals=replicas.totals(loss_weights.term_totals([done.counts])))
         done = run_pass(loss_fn, states, params, before, batch, replicas, weighing)
-    own, values, by = done.loss, done.values, done.weight
+    weight_of_batch = done.weight
     is_local = replicas is not None and bool(replicas.local_axes)  # the gradients are not reduced over the replicas yet
-    if by is not None:
-        own = own * by
-        values = jax.tree.map(lambda g: multiply_by_weight(g, by), widen_parameters(values)) if is_local else values
-    loss, values, running, whole = _reduce_over_replicas(replicas, states, own, values, done.running, by)
-    if whole is not None:
-        loss = loss / weight_divisor(whole)
-        values = _divide(values, weight_divisor(whole)) if is_local else values
-    if weighing.totals is not None:
-        whole = sum(weighing.totals.counts)
-    scale = active_loss_scale(states[0])
-    gradients = [
-        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, whole)
-        for own, after, state in zip(values, running, states, strict=True)
-    ]
+    if weight_of_batch is not None:
+        values = done.values
+        if is_local:
+            values = jax.tree.map(lambda g: multiply_by_weight(g, weight_of_batch), widen_parameters(values))
+        done = done._replace(loss=done.loss * weight_of_batch, values=values)
+    loss, gradients = _finish_gradients(replicas, states, done, weighing.totals, are_weighted=is_local)
     return (loss if done.aux is None else (loss, done.aux)), gradients
 
 
-def _reduce_over_replicas(
+def _finish_gradients(
     replicas: ShardMapReplicas | None,
     states: Sequence[JaxState],
-    loss: Any,
-    values: list[Any],
-    running: list[RunningState],
-    weight: Any,
-) -> tuple[Any, list[Any], list[RunningState], Any]:
-    """Reduce loss, gradients, running state and weight over the replicas (S9).
+    done: PassResult,
+    totals: TermTotals | None,
+    *,
+    are_weighted: bool,
+) -> tuple[Any, list[Gradients]]:
+    """Return the loss and the unscaled gradients of a pass, reduced over the replicas (S9).
 
-    All are means, except that a loss and gradients already multiplied by their weight are summed.
+    Args:
+        replicas: the replicas, or None.
+        states: the states.
+        done: the result. If it has a weight, the loss is already multiplied by it.
+        totals: divisors of the terms of a sum of means, or None.
+        are_weighted: whether the gradients are already multiplied by the weight too.
     """
-    if replicas is None:
-        return loss, values, running, weight
-    loss, values, weight = replicas.reduce_gradients(loss, values, [state.params for state in states], weight)
-    pairs = zip(running, states, strict=True)
-    return loss, values, [_average_running_state(replicas, own, state) for own, state in pairs], weight
+    loss, values, running, weight = done.loss, done.values, done.running, done.weight
+    if replicas is not None:
+        loss, values, weight = replicas.reduce_gradients(loss, values, [state.params for state in states], weight)
+        pairs = zip(running, states, strict=True)
+        running = [_average_running_state(replicas, own, state) for own, state in pairs]
+    if weight is not None:
+        loss = loss / weight_divisor(weight)
+        values = _divide(values, weight_divisor(weight)) if are_weighted else values
+    if totals is not None:
+        weight = sum(totals.counts)
+    scale = active_loss_scale(states[0])
+    gradients = [
+        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, weight)
+        for own, after, state in zip(values, running, states, strict=True)
+    ]
+    return loss, gradients
 
 
 def _average_running_state(replicas: ShardMapReplicas, running: RunningState, state: JaxState) -> RunningState:
@@ -140,15 +148,8 @@ def accumulate_gradients(
         totals = loss_weights.term_totals(done.counts)
         totals = totals if replicas is None else replicas.totals(totals)
         done = _run_micro_batches(loss_fn, state, params, window, parts, replicas, LossWeighting(weight, totals=totals))
-    loss, (mean,), (running,), whole = _reduce_over_replicas(
-        replicas, [state], done.loss, done.values, done.running, done.weight
-    )
-    if whole is not None:
-        loss, mean = loss / weight_divisor(whole), _divide(mean, weight_divisor(whole))
-    if totals is not None:
-        whole = sum(totals.counts)
-    gradients = place_gradients(unscale_gradients(mean, active_loss_scale(state), state.params), state)
-    return loss, done.aux, Gradients(gradients, running, loss, whole)
+    loss, (gradients,) = _finish_gradients(replicas, [state], done, totals, are_weighted=True)
+    return loss, done.aux, gradients
 
 
 def _run_micro_batches(
