@@ -42,6 +42,12 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
+def shape_struct(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a `jax.ShapeDtypeStruct`."""
+    struct: Any = jax.ShapeDtypeStruct  # JAX does not annotate it
+    return struct(shape, dtype)
+
+
 def cast(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     """Cast a pytree's floating leaves to `dtype`. float64 leaves are cast only with `float64=True` (S2)."""
 

@@ -31,12 +31,13 @@ DENSE_ARRAYS: Final = ("kernel", "bias")
 
 
 class LinenMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """MLP: dense -> [batch normalisation] -> relu -> [dropout] -> ... -> dense."""
+    """MLP: dense -> [batch normalisation] -> relu -> [dropout] -> ... -> dense [-> selected rows of the batch]."""
 
     widths: tuple[int, ...]
     normalize: bool = False
     dropout: float = 0.0
     observe: ObserveCallback | None = None
+    rows: tuple[int, ...] | None = None
 
     @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
     def __call__(self, x: Any) -> Any:
@@ -50,20 +51,7 @@ class LinenMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
                 x = linen.relu(x)
                 if self.dropout:
                     x = linen.Dropout(self.dropout, deterministic=False)(x)
-        return x
-
-
-class LinenGatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """MLP that returns its output at selected rows of the batch."""
-
-    widths: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
-    def __call__(self, x: Any) -> Any:
-        for number, width in enumerate(self.widths):
-            x = linen.Dense(width, name=f"dense{number}")(linen.relu(x) if number else x)
-        return jnp.take(x, np.asarray(self.rows), axis=0)
+        return x if self.rows is None else jnp.take(x, np.asarray(self.rows), axis=0)
 
 
 class NnxConstrainedMLP(nnx.Module):  # type: ignore[misc]  # flax is not typed
@@ -227,7 +215,7 @@ class JaxHarness:
         return jnp.einsum("i,j->ij", left, right)
 
     def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> Any:
-        return LinenGatheredMLP(_widths(layers), tuple(rows.tolist())), {"params": _dense_params(layers)}
+        return LinenMLP(_widths(layers), rows=tuple(rows.tolist())), {"params": _dense_params(layers)}
 
     def unusable(self, kind: str) -> Any:
         if kind == "empty":

@@ -8,7 +8,7 @@ input of zeros, whose gradient is the output's cotangent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ import numpy as np
 
 from polyamp.contract.casting_report import OperationCount
 from polyamp.parity.trace.observer import CaptureKind
-from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
 from polyamp.rules.batches import check_has_rows
@@ -149,14 +148,13 @@ class PassCapture:
 class _TagEngine(PolicyEngine):
     """Policy engine whose modules tag their outputs; the model's own output as `loss_fn` receives it."""
 
+    _casts_class = TaggingCasts
+
     def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
         own = super().call
         if route.steps:
             return own(route, args, kwargs, part)
         return call_with_tags(lambda *args, **kwargs: own(route, args, kwargs, part), args, kwargs, "")
-
-    def _make_casts(self, plan: ResolvedPolicy, dtypes: Mapping[str, str], scoped: bool) -> TaggingCasts:
-        return TaggingCasts(plan, dtypes, scoped=scoped)
 
 
 def _inputs_before_outputs(

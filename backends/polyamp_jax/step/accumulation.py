@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
-from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.loss_weights import TermTotals, WeightFunction
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.forward_backward import (
@@ -49,42 +49,50 @@ def loss_and_gradients(
     if replicas is not None and done.counts:
         weighing = LossWeighting(totals=replicas.totals(loss_weights.term_totals([done.counts])))
         done = run_pass(loss_fn, states, params, before, batch, replicas, weighing)
-    own, values, by = done.loss, done.values, done.weight
-    apart = replicas is not None and bool(replicas.local_axes)  # the gradients are not reduced over the replicas yet
-    if by is not None:
-        own = own * by
-        values = jax.tree.map(lambda g: multiply_by_weight(g, by), widen_parameters(values)) if apart else values
-    loss, values, running, whole = _reduce_over_replicas(replicas, states, own, values, done.running, by)
-    if whole is not None:
-        loss = loss / weight_divisor(whole)
-        values = _divide(values, weight_divisor(whole)) if apart else values
-    if weighing.totals is not None:
-        whole = sum(weighing.totals.counts)
-    scale = active_loss_scale(states[0])
-    gradients = [
-        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, whole)
-        for own, after, state in zip(values, running, states, strict=True)
-    ]
+    weight_of_batch = done.weight
+    is_local = replicas is not None and bool(replicas.local_axes)  # the gradients are not reduced over the replicas yet
+    if weight_of_batch is not None:
+        values = done.values
+        if is_local:
+            values = jax.tree.map(lambda g: multiply_by_weight(g, weight_of_batch), widen_parameters(values))
+        done = done._replace(loss=done.loss * weight_of_batch, values=values)
+    loss, gradients = _finish_gradients(replicas, states, done, weighing.totals, are_weighted=is_local)
     return (loss if done.aux is None else (loss, done.aux)), gradients
 
 
-def _reduce_over_replicas(
+def _finish_gradients(
     replicas: ShardMapReplicas | None,
     states: Sequence[JaxState],
-    loss: Any,
-    values: list[Any],
-    running: list[RunningState],
-    weight: Any,
-) -> tuple[Any, list[Any], list[RunningState], Any]:
-    """Reduce loss, gradients, running state and weight over the replicas (S9).
+    done: PassResult,
+    totals: TermTotals | None,
+    *,
+    are_weighted: bool,
+) -> tuple[Any, list[Gradients]]:
+    """Return the loss and the unscaled gradients of a pass, reduced over the replicas (S9).
 
-    All are means, except that a loss and gradients already multiplied by their weight are summed.
+    Args:
+        replicas: the replicas, or None.
+        states: the states.
+        done: the result. If it has a weight, the loss is already multiplied by it.
+        totals: divisors of the terms of a sum of means, or None.
+        are_weighted: whether the gradients are already multiplied by the weight too.
     """
-    if replicas is None:
-        return loss, values, running, weight
-    loss, values, weight = replicas.reduce_gradients(loss, values, [state.params for state in states], weight)
-    pairs = zip(running, states, strict=True)
-    return loss, values, [_average_running_state(replicas, own, state) for own, state in pairs], weight
+    loss, values, running, weight = done.loss, done.values, done.running, done.weight
+    if replicas is not None:
+        loss, values, weight = replicas.reduce_gradients(loss, values, [state.params for state in states], weight)
+        pairs = zip(running, states, strict=True)
+        running = [_average_running_state(replicas, own, state) for own, state in pairs]
+    if weight is not None:
+        loss = loss / weight_divisor(weight)
+        values = _divide(values, weight_divisor(weight)) if are_weighted else values
+    if totals is not None:
+        weight = sum(totals.counts)
+    scale = active_loss_scale(states[0])
+    gradients = [
+        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, weight)
+        for own, after, state in zip(values, running, states, strict=True)
+    ]
+    return loss, gradients
 
 
 def _average_running_state(replicas: ShardMapReplicas, running: RunningState, state: JaxState) -> RunningState:
@@ -140,15 +148,8 @@ def accumulate_gradients(
         totals = loss_weights.term_totals(done.counts)
         totals = totals if replicas is None else replicas.totals(totals)
         done = _run_micro_batches(loss_fn, state, params, window, parts, replicas, LossWeighting(weight, totals=totals))
-    loss, (mean,), (running,), whole = _reduce_over_replicas(
-        replicas, [state], done.loss, done.values, done.running, done.weight
-    )
-    if whole is not None:
-        loss, mean = loss / weight_divisor(whole), _divide(mean, weight_divisor(whole))
-    if totals is not None:
-        whole = sum(totals.counts)
-    gradients = place_gradients(unscale_gradients(mean, active_loss_scale(state), state.params), state)
-    return loss, done.aux, Gradients(gradients, running, loss, whole)
+    loss, (gradients,) = _finish_gradients(replicas, [state], done, totals, are_weighted=True)
+    return loss, done.aux, gradients
 
 
 def _run_micro_batches(
@@ -166,20 +167,20 @@ def _run_micro_batches(
     list per micro-batch.
     """
     own: Callable[[Any], Any] = replicas.mark_varying if replicas is not None else lambda tree: tree
-    idle: list[Any] = []  # per run, the unused parameters: its micro-batches are one program
-    still: list[Any] = []  # per run, the running statistics that it does not change
+    unused: list[Any] = []  # per run, the unused parameters: its micro-batches are one program
+    unchanged: list[Any] = []  # per run, the running statistics that it does not change
 
     def one(how: LossWeighting, carry: tuple[RunningState, Any], part: Any) -> tuple[tuple[RunningState, Any], Any]:
         running, total = carry
         done = run_pass(loss_fn, [state], [params], [running], part, replicas, how)
         check_carry(done.running[0].written, running.written)
-        idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
+        unused[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         by = done.weight
         total = jax.tree.map(
             lambda t, g: t if g is None else t + multiply_by_weight(g.astype(t.dtype), by), total, *done.values
         )
         after = done.running[0]
-        still[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
+        unchanged[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
         carry = (after._replace(statistics=own(after.statistics)), place_gradients(total, state))
         return carry, (done.loss, done.aux, done.weight, list(done.counts))
 
@@ -188,8 +189,8 @@ def _run_micro_batches(
     shares = [1.0 if weighing.totals is not None else window.weights[run.start] for run, _ in parts]
     outputs = []
     for share, (run, members) in zip(shares, parts, strict=True):
-        idle.append(None)
-        still.append(None)
+        unused.append(None)
+        unchanged.append(None)
         how = weighing._replace(share=share, rows=window.sizes[run.start])
         carry, output = scan_micro_batches(functools.partial(one, how), carry, members, own(state.params))
         outputs.append(output)
@@ -204,15 +205,18 @@ def _run_micro_batches(
             loss = jnp.mean(losses[0])
         else:
             loss = sum(share * jnp.sum(own) for share, own in zip(shares, losses, strict=True)) / whole
-        total = jax.tree.map(lambda t, *none: None if all(none) else t / whole, total, *idle)
+        total = jax.tree.map(lambda t, *none: None if all(none) else t / whole, total, *unused)
     else:
         loss = sum(jnp.sum(by * own) for by, own in zip(given, losses, strict=True))
         weight = sum(jnp.sum(by) for by in given)
-        total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *idle)
+        total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *unused)
     aux = auxes[0] if len(parts) == 1 else jax.tree.map(_join_runs, *auxes)
     if replicas is not None:  # unchanged statistics are the state's own arrays again and are not averaged
         kept = jax.tree.map(
-            lambda old, new, *alone: old if all(alone) else new, state.running.statistics, running.statistics, *still
+            lambda old, new, *alone: old if all(alone) else new,
+            state.running.statistics,
+            running.statistics,
+            *unchanged,
         )
         running = running._replace(statistics=kept)
     every = [

@@ -107,17 +107,13 @@ def _batch_leaf_error(batch: Any) -> BatchError | None:
     return None
 
 
-def _is_model(node: Any) -> bool:
-    return is_policy_module(node)  # it is a pytree of its arrays
-
-
 def check_aux(aux: Any) -> None:
     """Reject auxiliary outputs that a compiled step cannot return.
 
     Raises:
         LossError: names the leaf.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_model):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_policy_module):
         if not is_jax_type(leaf):
             raise LossError(
                 f"aux{jax.tree_util.keystr(path)} is {leaf_description(leaf)}. What loss_fn returns beside the loss "

@@ -21,7 +21,7 @@ from polyamp.contract.sharded_state import ArrayForm, StateProcesses
 from polyamp.errors import BackendNotInstalledError, CheckpointError, ReplicaError, UnsupportedError
 from polyamp.rules.single_file_save import SingleWriter
 from polyamp.train.checkpoint_processes import SingleProcess, check_array_forms
-from polyamp_jax.arrays import is_key
+from polyamp_jax.arrays import is_key, shape_struct
 from polyamp_jax.step.error_hints import other_process_error
 from polyamp_jax.step.jax_only import coordination_store
 from polyamp_jax.step.state import JaxState, check_not_donated, export_arrays, named_state_arrays
@@ -109,10 +109,10 @@ class JaxShardedState:
         self._leaves = named_state_arrays(state)
         shared = [leaf for leaf in self._leaves.values() if _is_shared(leaf)]
         self.processes: StateProcesses = _state_processes(state, shared)
-        held = {device.process_index for leaf in shared for device in leaf.sharding.device_set}
-        if shared and len(held) != jax.process_count():
+        ranks = {device.process_index for leaf in shared for device in leaf.sharding.device_set}
+        if shared and len(ranks) != jax.process_count():
             raise UnsupportedError(
-                f"this state lies in {len(held)} of {jax.process_count()} processes. A mesh over all of them can be "
+                f"this state lies in {len(ranks)} of {jax.process_count()} processes. A mesh over all of them can be "
                 "saved by all; or save one file with sharded=False on a state that lies in one."
             )
 
@@ -139,13 +139,12 @@ class JaxShardedState:
             name: np.zeros(form.shape, _array_dtype(form)) for name, form in forms.items() if not _element_count(form)
         }
         how = {name: self._how(orbax, name, form) for name, form in stored.items()}
-        described: Any = jax.ShapeDtypeStruct  # JAX does not annotate it
-        item = {name: described(form.shape, _array_dtype(form)) for name, form in stored.items()}
+        item = {name: shape_struct(form.shape, _array_dtype(form)) for name, form in stored.items()}
         path = (folder / _ORBAX_FOLDER).absolute()
         try:
             with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
                 tree = checkpointer.metadata(path).item_metadata.tree
-                found = {name: ArrayForm(str(held.dtype), tuple(held.shape)) for name, held in tree.items()}
+                found = {name: ArrayForm(str(array.dtype), tuple(array.shape)) for name, array in tree.items()}
                 check_array_forms(folder, found, stored)
                 args = orbax.args.PyTreeRestore(item=item, restore_args=how)
                 read: dict[str, Any] = checkpointer.restore(path, args=args)

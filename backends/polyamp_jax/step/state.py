@@ -270,7 +270,7 @@ def export_arrays(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
         CheckpointError: the state was donated to a step, before or during the call.
     """
     try:
-        return {name: _copy_to_host(leaf) for name, leaf in _state_arrays(state).items()}
+        return {name: _copy_to_host(leaf) for name, leaf in named_state_arrays(state).items()}
     except (RuntimeError, ValueError) as error:
         check_not_donated(state, error)
         raise
@@ -289,11 +289,6 @@ def check_not_donated(state: JaxState, error: Exception | None = None) -> None:
         ) from error
 
 
-def named_state_arrays(state: JaxState) -> dict[str, Any]:
-    """Return the state's device arrays, by the names of `export_arrays`."""
-    return _state_arrays(state)
-
-
 def _copy_to_host(leaf: Any) -> np.ndarray[Any, Any]:
     """Return a copy on the host. An array that is divided among processes is gathered; then every process must call."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
@@ -308,7 +303,7 @@ def replace_arrays(state: JaxState, arrays: Mapping[str, Any]) -> JaxState:
 
     NumPy arrays are whole; JAX arrays are already on their devices.
     """
-    names = iter(_state_arrays(state))
+    names = iter(named_state_arrays(state))
     leaves, structure = jax.tree.flatten(_state_tree(state))
     new = jax.tree.unflatten(structure, [_array_like(leaf, arrays[next(names)]) for leaf in leaves])
     return dataclasses.replace(
@@ -334,7 +329,8 @@ def _state_tree(state: JaxState) -> dict[str, Any]:
     }
 
 
-def _state_arrays(state: JaxState) -> dict[str, Any]:
+def named_state_arrays(state: JaxState) -> dict[str, Any]:
+    """Return the state's device arrays, by the names of `export_arrays`."""
     return named_leaves(_state_tree(state))
 
 

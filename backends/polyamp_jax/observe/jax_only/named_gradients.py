@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp_jax.arrays import shape_struct
 from polyamp_jax.porting.jax_only.library_lookup import find_library
 from polyamp_jax.porting.libraries.stacked_layers import parse_slice_name
 from polyamp_jax.step.state import JaxState
@@ -28,7 +29,7 @@ class LeafGradients(Mapping[str, "Array | None"]):
 
     def __init__(self, state: JaxState, values: Sequence[Any]) -> None:
         leaves, structure = jax.tree.flatten(state.params)
-        shapes = [_shape_struct(leaf) for leaf in leaves]
+        shapes = [shape_struct(jnp.shape(leaf), leaf.dtype) for leaf in leaves]
         # in `made` a shape marks a leaf without gradient; in the second tree shapes mark the trained leaves
         made = [shape if value is None else value for value, shape in zip(values, shapes, strict=True)]
         held = _library_arrays(state, jax.tree.unflatten(structure, made))
@@ -58,8 +59,3 @@ def host_array(array: Any) -> Array:
 def _library_arrays(state: JaxState, params: Any) -> Mapping[str, Any]:
     model = state.setup.adapter.join(params, state.running)
     return find_library(model).arrays(model)
-
-
-def _shape_struct(leaf: Any) -> Any:
-    struct: Any = jax.ShapeDtypeStruct
-    return struct(jnp.shape(leaf), leaf.dtype)

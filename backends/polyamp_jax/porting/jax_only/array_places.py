@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp_jax.arrays import shape_struct
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
 
 LARGE_COUNT: Final = 2**30
@@ -53,7 +54,7 @@ class ArrayPlace:
     @property
     def value(self) -> Any:
         """The leaf, for a module that is inspected; for a slice only its shape."""
-        return _shape_struct(self.shape, self.leaf.dtype) if self.index else self.leaf
+        return shape_struct(self.shape, self.leaf.dtype) if self.index else self.leaf
 
     @property
     def array(self) -> Any:
@@ -153,8 +154,3 @@ def _array_like(leaf: Any, values: Any) -> Any:
         return values
     sharding = leaf.sharding if getattr(leaf, "committed", True) else None
     return jax.device_put(values, sharding if isinstance(sharding, jax.sharding.Sharding) else None)
-
-
-def _shape_struct(shape: tuple[int, ...], dtype: Any) -> Any:
-    struct: Any = jax.ShapeDtypeStruct
-    return struct(shape, dtype)

@@ -18,6 +18,7 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
+from polyamp_jax.arrays import shape_struct
 from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.models.libraries.equinox import split_model, walk_modules
 from polyamp_jax.porting.jax_only import array_places
@@ -123,8 +124,7 @@ def _can_take_one_sample(one: Callable[..., Any], inputs: Any, key: Any) -> bool
     """Return whether the module can be called with one sample."""
 
     def sample(array: Any) -> Any:
-        struct: Any = jax.ShapeDtypeStruct
-        return struct(jnp.shape(array)[1:], jnp.result_type(array))
+        return shape_struct(jnp.shape(array)[1:], jnp.result_type(array))
 
     if any(jnp.ndim(array) == 0 for array in jax.tree.leaves(inputs)):
         return False

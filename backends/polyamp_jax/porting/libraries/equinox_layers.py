@@ -199,7 +199,9 @@ def _attention(layer: Any) -> Form:
         rules.append(Rule(("output_proj/bias",), ("output_bias",)))
     rate = layer.dropout.p
     attributes = {"scale": default_attention_scale(layer.qk_size), "mask": "keep"}
-    return Form("attention", tuple(rules), {**attributes, **({} if _is_array(rate) else {"dropout": float(rate)})})
+    return Form(
+        "attention", tuple(rules), {**attributes, **({} if is_array_or_shape(rate) else {"dropout": float(rate)})}
+    )
 
 
 def _prelu(layer: Any) -> Form:
@@ -211,7 +213,7 @@ def _prelu(layer: Any) -> Form:
 
 
 def _dropout(layer: Any) -> Form:
-    return Form("dropout", (), {} if _is_array(layer.p) else {"rate": float(layer.p)})
+    return Form("dropout", (), {} if is_array_or_shape(layer.p) else {"rate": float(layer.p)})
 
 
 def _pool(layer: Any) -> Form:
@@ -239,7 +241,8 @@ def _rotary(layer: Any) -> Form:
     return Form("rotary", (), {"base": float(layer.theta), "pairs": "halves"})
 
 
-def _is_array(value: Any) -> bool:
+def is_array_or_shape(value: Any) -> bool:
+    """Return whether a value is a JAX array or the shape of one."""
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
 
 

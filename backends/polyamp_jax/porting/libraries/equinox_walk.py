@@ -19,10 +19,10 @@ from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import registered_form
 from polyamp_jax import compat
-from polyamp_jax.arrays import join_path, path_name
+from polyamp_jax.arrays import join_path, path_name, shape_struct
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight, number_leaves
 from polyamp_jax.porting.layers import activation_probe
-from polyamp_jax.porting.libraries.equinox_layers import find_layer_spec
+from polyamp_jax.porting.libraries.equinox_layers import find_layer_spec, is_array_or_shape
 from polyamp_jax.porting.libraries.function_names import group_arrays
 
 nn: Final = eqx.nn
@@ -329,10 +329,9 @@ def _expand_shared(node: Any, path: str) -> Any:
     def shared(arrays: list[Any]) -> Any:
         given = iter(arrays)
         leaves = [next(given) if place.is_array else place.value for place in jax.tree.leaves(node.pytree)]
-        return eqx.filter(node.get.leaf(jax.tree.unflatten(structure, leaves)), _is_array)
+        return eqx.filter(node.get.leaf(jax.tree.unflatten(structure, leaves)), is_array_or_shape)
 
-    struct: Any = jax.ShapeDtypeStruct  # JAX does not annotate it
-    shapes = [struct(place.shape, place.leaf.dtype) for place in places]
+    shapes = [shape_struct(place.shape, place.leaf.dtype) for place in places]
     program, made = jax.make_jaxpr(shared, return_shape=True)(shapes)
     sources = compat.output_sources(program)
     outputs, inner = jax.tree.flatten(made)
@@ -349,7 +348,3 @@ def _expand_shared(node: Any, path: str) -> Any:
 
         found.append(_SharedArray(place, names[place.number], output, read))
     return eqx.tree_at(node.where.leaf, node.pytree, jax.tree.unflatten(inner, found))
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct)

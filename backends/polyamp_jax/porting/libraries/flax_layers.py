@@ -82,16 +82,16 @@ def _flat_dense(shapes: Shapes, order: tuple[int, ...], count: int) -> Form:
 
 def conv(shapes: Shapes, settings: LayerSettings) -> Form:
     """Return the form of `Conv`, which has the canonical layout."""
-    _check_plain_kernel(settings)
+    check_unmasked(settings)
     rank = len(shapes["kernel"]) - 2
-    if any(length != 1 for length in _per_axis(settings.get("input_dilation"), rank)):
+    if any(length != 1 for length in per_axis(settings.get("input_dilation"), rank)):
         raise RefusedError("input_dilation= spreads its input; a transposed convolution is ConvTranspose")
     attributes: dict[str, Any] = {"channels": "last"}
     if settings:
-        dilation = _per_axis(settings["kernel_dilation"], rank)
+        dilation = per_axis(settings["kernel_dilation"], rank)
         padding, mode = _canonical_padding(settings["padding"], shapes["kernel"][:rank], dilation)
         attributes |= {
-            "strides": _per_axis(settings["strides"], rank),
+            "strides": per_axis(settings["strides"], rank),
             "padding": padding,
             "padding_mode": mode,
             "dilation": dilation,
@@ -110,7 +110,7 @@ def conv_transpose(shapes: Shapes, settings: LayerSettings, *, transposed: bool 
         settings: settings of the layer.
         transposed: `transpose_kernel`, if the settings do not contain it.
     """
-    _check_plain_kernel(settings)
+    check_unmasked(settings)
     kernel = shapes["kernel"]
     rank = len(kernel) - 2
     spatial = tuple(range(rank))
@@ -118,7 +118,7 @@ def conv_transpose(shapes: Shapes, settings: LayerSettings, *, transposed: bool 
     turn: Operation = Transpose((*spatial, rank + 1, rank)) if swapped else Flip(spatial)
     attributes: dict[str, Any] = {"channels": "last", "groups": 1}
     if settings:
-        strides, dilation = (_per_axis(settings[name], rank) for name in ("strides", "kernel_dilation"))
+        strides, dilation = (per_axis(settings[name], rank) for name in ("strides", "kernel_dilation"))
         reach = [every * (length - 1) for length, every in zip(kernel[:rank], dilation, strict=True)]
         padding = settings["padding"]
         if padding == "CIRCULAR":
@@ -199,7 +199,8 @@ def parameter_form(name: str) -> Form:
     return Form("parameter", (Rule((name,), ("value",)),))
 
 
-def _check_plain_kernel(settings: LayerSettings) -> None:
+def check_unmasked(settings: LayerSettings) -> None:
+    """Raise `RefusedError` if the kernel is multiplied with a mask."""
     if settings.get("mask") is not None:
         raise RefusedError("its kernel is multiplied with mask=")
 
@@ -241,7 +242,7 @@ def _padding_pairs(padding: Any, rank: int) -> list[list[int]]:
     return [[item, item] if isinstance(item, int) else [int(length) for length in item] for item in padding]
 
 
-def _per_axis(value: Any, rank: int) -> list[int]:
+def per_axis(value: Any, rank: int) -> list[int]:
     """Return a setting as one int per axis, from one int for all axes or one for each; None is 1."""
     return [value or 1] * rank if value is None or isinstance(value, int) else [int(item) for item in value]
 

@@ -1,70 +1,111 @@
-"""Table of flax's classes: the maker of each form, or the reason why there is none."""
+"""Table of flax's classes of layers: a row each, with the maker of its form or the reason why there is none."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp_jax.porting.libraries import flax_cells as cells
 from polyamp_jax.porting.libraries import flax_layers as forms
-from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError
+from polyamp_jax.porting.libraries.flax_layers import FormMaker, LayerSettings, RefusedError
 
-FORM_MAKERS: Final[Mapping[str, FormMaker]] = {
-    "Dense": forms.dense,
-    "Linear": forms.dense,
-    "DenseGeneral": forms.dense_general,
-    "LinearGeneral": forms.dense_general,
-    "Einsum": forms.einsum,
-    "Conv": forms.conv,
-    "ConvTranspose": forms.conv_transpose,
-    "Embed": forms.embedding,
-    "LayerNorm": forms.layer_norm,
-    "RMSNorm": forms.rms_norm,
-    "GroupNorm": forms.group_norm,
-    "InstanceNorm": forms.instance_norm,
-    "BatchNorm": forms.batch_norm,
-    "PReLU": forms.prelu,
-    "Dropout": forms.dropout,
-    "LSTMCell": cells.lstm,
-    "OptimizedLSTMCell": cells.lstm,
-    "GRUCell": cells.gru,
-    "SimpleCell": cells.simple_rnn,
-    "MultiHeadDotProductAttention": cells.attention,
-    "MultiHeadAttention": cells.attention,
-    "SelfAttention": cells.attention,
+
+class FlaxLayerSpec(NamedTuple):
+    """Table row of a class of layers, which linen and nnx share by its name.
+
+    Attributes:
+        form: maker of its form; None if the layer cannot be moved.
+        array: function from its settings to the name of one of its arrays and the expected number of axes; a stack of
+            layers has more axes. None if the array may have any shape.
+        is_composite: whether it consists of several modules and includes the arrays of all of them.
+        can_be_arrayless: whether it may have no arrays.
+        refusal: why it cannot be moved.
+    """
+
+    form: FormMaker | None = None
+    array: Callable[[LayerSettings], tuple[str, int]] | None = None
+    is_composite: bool = False
+    can_be_arrayless: bool = False
+    refusal: str = ""
+
+
+def _array(name: str, axes: int) -> Callable[[LayerSettings], tuple[str, int]]:
+    return lambda settings: (name, axes)
+
+
+def _conv_kernel(settings: LayerSettings) -> tuple[str, int]:
+    size = settings["kernel_size"]
+    return "kernel", 2 + (1 if isinstance(size, int) else len(size))
+
+
+def _general_kernel(settings: LayerSettings) -> tuple[str, int]:
+    return "kernel", sum(len(settings[each]) for each in ("batch_axis", "in_features", "out_features"))
+
+
+_dense = FlaxLayerSpec(forms.dense, _array("kernel", 2))
+_lstm = FlaxLayerSpec(cells.lstm, is_composite=True)
+_attention = FlaxLayerSpec(cells.attention, is_composite=True)
+LAYER_SPECS: Final[Mapping[str, FlaxLayerSpec]] = {
+    "Dense": _dense,
+    "Linear": _dense,
+    "DenseGeneral": FlaxLayerSpec(forms.dense_general),
+    "LinearGeneral": FlaxLayerSpec(forms.dense_general, _general_kernel),
+    "Einsum": FlaxLayerSpec(forms.einsum),
+    "Conv": FlaxLayerSpec(forms.conv, _conv_kernel),
+    "ConvTranspose": FlaxLayerSpec(forms.conv_transpose, _conv_kernel),
+    "Embed": FlaxLayerSpec(forms.embedding, _array("embedding", 2)),
+    "LayerNorm": FlaxLayerSpec(forms.layer_norm, can_be_arrayless=True),
+    "RMSNorm": FlaxLayerSpec(forms.rms_norm, can_be_arrayless=True),
+    "GroupNorm": FlaxLayerSpec(forms.group_norm, _array("scale", 1), can_be_arrayless=True),
+    "InstanceNorm": FlaxLayerSpec(forms.instance_norm, can_be_arrayless=True),
+    "BatchNorm": FlaxLayerSpec(forms.batch_norm, _array("mean", 1)),
+    "PReLU": FlaxLayerSpec(forms.prelu),
+    "Dropout": FlaxLayerSpec(forms.dropout, can_be_arrayless=True),
+    "LSTMCell": _lstm,
+    "OptimizedLSTMCell": _lstm,
+    "GRUCell": FlaxLayerSpec(cells.gru, is_composite=True),
+    "SimpleCell": FlaxLayerSpec(cells.simple_rnn, is_composite=True),
+    "MultiHeadDotProductAttention": _attention,
+    "MultiHeadAttention": _attention,
+    "SelfAttention": _attention,
+    "ConvLocal": FlaxLayerSpec(refusal="its kernel differs from place to place"),
+    "ConvLSTMCell": FlaxLayerSpec(refusal="the canonical layout has no convolutional LSTM"),
+    "MGUCell": FlaxLayerSpec(refusal="no other framework has a minimal gated unit"),
+    "SpectralNorm": FlaxLayerSpec(
+        refusal="it divides the kernel of the layer inside it by a number that it learns from the batches"
+    ),
+    "WeightNorm": FlaxLayerSpec(refusal="it computes the kernel of the layer inside it"),
+    "LoRA": FlaxLayerSpec(
+        refusal="it adds a product of two matrices to another layer; merge it into that layer's kernel first"
+    ),
+    "LoRALinear": FlaxLayerSpec(
+        refusal="it adds a product of two matrices to its kernel; merge that into the kernel first"
+    ),
 }
-COMPOSITE_MAKERS: Final = (cells.lstm, cells.gru, cells.simple_rnn, cells.attention)
-"""Makers of layers that consist of several modules and include the arrays of all of them."""
+"""Class name -> row."""
 
 ARRAY_NAMES: Final = frozenset(("kernel", "bias", "scale", "mean", "var", "embedding", "negative_slope"))
 """Array names of flax's layers that consist of one module. A subclass's other arrays are parameters of no layer."""
 
-ARRAYLESS_CLASSES: Final = ("Dropout", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
-"""Classes that may have no arrays."""
-
 CELL_KINDS: Final = ("lstm", "gru", "simple_rnn")
 """Kinds of recurrent layers."""
-
-UNSUPPORTED: Final[Mapping[str, str]] = {
-    "ConvLocal": "its kernel differs from place to place",
-    "ConvLSTMCell": "the canonical layout has no convolutional LSTM",
-    "MGUCell": "no other framework has a minimal gated unit",
-    "SpectralNorm": "it divides the kernel of the layer inside it by a number that it learns from the batches",
-    "WeightNorm": "it computes the kernel of the layer inside it",
-    "LoRA": "it adds a product of two matrices to another layer; merge it into that layer's kernel first",
-    "LoRALinear": "it adds a product of two matrices to its kernel; merge that into the kernel first",
-}
 
 
 def flax_class(module: Any) -> type | None:
     """Return the nearest class of a module in this table; None for a custom class."""
     for kind in type(module).__mro__:
-        if kind.__module__.startswith("flax.") and (kind.__name__ in FORM_MAKERS or kind.__name__ in UNSUPPORTED):
+        if kind.__module__.startswith("flax.") and kind.__name__ in LAYER_SPECS:
             return kind
     return None
+
+
+def find_layer_spec(module: Any) -> FlaxLayerSpec | None:
+    """Return the row of a module's class, or of its nearest base class."""
+    kind = flax_class(module)
+    return None if kind is None else LAYER_SPECS[kind.__name__]
 
 
 def make_form(module: Any, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], path: str) -> Form:
@@ -81,38 +122,24 @@ def make_form(module: Any, shapes: Mapping[str, tuple[int, ...]], settings: Mapp
     """
     kind = flax_class(module)
     assert kind is not None
+    spec = LAYER_SPECS[kind.__name__]
     try:
-        if kind.__name__ in UNSUPPORTED:
-            raise RefusedError(UNSUPPORTED[kind.__name__])
-        _check_axes(kind.__name__, shapes, settings)
-        return FORM_MAKERS[kind.__name__](shapes, settings)
+        if spec.form is None:
+            raise RefusedError(spec.refusal)
+        if spec.array is not None:
+            _check_axes(*spec.array(settings), shapes)
+        return spec.form(shapes, settings)
     except RefusedError as error:
         raise refusal_error(path, f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}: {error}") from None
 
 
-def _check_axes(name: str, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> None:
+def _check_axes(array: str, axes: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise if an array stacks those of several layers, as `nnx.vmap` and `nnx.scan` do."""
-    array, axes = _EXPECTED_AXES.get(name, ("kernel", 0))
-    if name in ("Conv", "ConvTranspose"):
-        size = settings["kernel_size"]
-        axes = 2 + (1 if isinstance(size, int) else len(size))
-    elif name == "LinearGeneral":
-        axes = sum(len(settings[each]) for each in ("batch_axis", "in_features", "out_features"))
-    if axes and array in shapes and len(shapes[array]) != axes:
+    if array in shapes and len(shapes[array]) != axes:
         raise RefusedError(
             f"its {array} of {list(shapes[array])} has an axis too many: a stack of layers, as vmap and scan make "
             "them; linen's alone are moved, along the first axis and with a batch"
         )
-
-
-_EXPECTED_AXES: Final = {
-    "Dense": ("kernel", 2),
-    "Linear": ("kernel", 2),
-    "Embed": ("embedding", 2),
-    "GroupNorm": ("scale", 1),
-    "BatchNorm": ("mean", 1),
-}
-"""Class -> one of its arrays, and the number of axes of that array."""
 
 
 def refusal_error(path: str, why: str) -> PortError:

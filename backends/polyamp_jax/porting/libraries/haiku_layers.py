@@ -15,7 +15,7 @@ from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.negate import Negate
 from polyamp.porting.layouts.operations import Blocks, Flip, Merge, Operation, Reshape, Shape, Split, Transpose
-from polyamp_jax.porting.libraries.flax_layers import RefusedError
+from polyamp_jax.porting.libraries.flax_layers import RefusedError, check_unmasked, per_axis
 
 Shapes = Mapping[str, Shape]
 
@@ -60,15 +60,15 @@ def conv(shapes: Shapes, call: HaikuCall | None) -> Form:
     if call is None:
         return Form("conv", rules)
     module, rank = call.module, len(shapes["w"]) - 2
-    _check_unmasked(module)
+    check_unmasked(vars(module))
     depthwise = hasattr(module, "channel_multiplier")
     padding = module.padding
     if not isinstance(padding, str):
         padding = [list(pair) for pair in padding] if any(map(any, padding)) else "valid"
     attributes = {
         "activation": "linear",
-        "strides": _per_axis(module.stride, rank),
-        "dilation": _per_axis(module.rhs_dilation if depthwise else module.kernel_dilation, rank),
+        "strides": per_axis(module.stride, rank),
+        "dilation": per_axis(module.rhs_dilation if depthwise else module.kernel_dilation, rank),
         "padding": padding.lower() if isinstance(padding, str) else padding,
         "padding_mode": "zeros",
         "groups": shapes["w"][-1] // module.channel_multiplier if depthwise else module.feature_group_count,
@@ -85,8 +85,8 @@ def conv_transpose(shapes: Shapes, call: HaikuCall | None) -> Form:
     if call is None:
         return Form("conv_transpose", rules, {"groups": 1})
     module = call.module
-    _check_unmasked(module)
-    strides = _per_axis(module.stride, rank)
+    check_unmasked(vars(module))
+    strides = per_axis(module.stride, rank)
     attributes = {
         "activation": "linear",
         "strides": strides,
@@ -294,14 +294,5 @@ def flatten(shapes: Shapes, call: HaikuCall | None) -> Form:
     return Form("flatten", (), {"channels": "last"})
 
 
-def _check_unmasked(module: Any) -> None:
-    if getattr(module, "mask", None) is not None:
-        raise RefusedError("its kernel is multiplied with mask=")
-
-
 def _channel_position(module: Any) -> str:
     return "first" if module.channel_index == 1 else "last"
-
-
-def _per_axis(value: Any, rank: int) -> list[int]:
-    return [value] * rank if isinstance(value, int) else [int(item) for item in value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import haiku as hk
@@ -34,7 +34,7 @@ def record_calls(model: Any, batch: CallInputs) -> dict[str, HaikuCall]:
             found[path] = HaikuCall(context.module, shapes[0] if shapes else ())
         return call(*args, **kwargs)
 
-    jax.eval_shape(lambda held: call_with_interceptor((model[0], *held), batch, intercept), model[1:])
+    jax.eval_shape(lambda arrays: call_with_interceptor((model[0], *arrays), batch, intercept), model[1:])
     return found
 
 
@@ -78,31 +78,29 @@ def call_with_interceptor(model: Any, batch: CallInputs, intercept: Callable[...
     Raises:
         ModelError: it has several functions, and none of them is the model's own.
     """
-    transformed, held = model[0], model[1:] if len(model) == 3 else model[1]
+    transformed, arrays = model[0], model[1:] if len(model) == 3 else model[1]
     apply = transformed.apply
     if not callable(apply):
         raise ModelError(
             "a model made by hk.multi_transform has several functions: make one of it with hk.transform to call it."
         )
-    stateful = isinstance(held, tuple)
-    first = (*(held if stateful else (held,)), *((jax.random.key(0),) if takes_rng(apply, stateful) else ()))
+    stateful = isinstance(arrays, tuple)
+    first = (*(arrays if stateful else (arrays,)), *((jax.random.key(0),) if takes_rng(apply, stateful) else ()))
 
-    def call(flags: Mapping[str, bool], held: Any) -> Any:
-        with hk.intercept_methods(intercept):
-            outputs = apply(*held, *batch.args, **{**flags, **batch.kwargs})
-        return outputs[0] if stateful else outputs
-
-    return call(inference_flags(apply, first, batch), first)
+    flags = inference_flags(apply, first, batch)
+    with hk.intercept_methods(intercept):
+        outputs = apply(*first, *batch.args, **{**flags, **batch.kwargs})
+    return outputs[0] if stateful else outputs
 
 
-def inference_flags(apply: Callable[..., Any], held: Any, batch: CallInputs) -> dict[str, bool]:
+def inference_flags(apply: Callable[..., Any], arrays: Any, batch: CallInputs) -> dict[str, bool]:
     """Return the inference flags that the function accepts. haiku hides the signature, so trial calls find them."""
     taken: dict[str, bool] = {}
     for name, value in INFERENCE_FLAGS.items():
         if name not in batch.kwargs:
             kwargs = {**batch.kwargs, name: value}
             try:
-                jax.eval_shape(functools.partial(apply, **kwargs), *held, *batch.args)
+                jax.eval_shape(functools.partial(apply, **kwargs), *arrays, *batch.args)
             except TypeError as error:
                 if not any(words in str(error) for words in _SIGNATURE_ERRORS):
                     raise

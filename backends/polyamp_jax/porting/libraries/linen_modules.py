@@ -22,7 +22,7 @@ def inspect_modules(module: Any, variables: Any, batch: CallInputs | None) -> Li
     structure = LinenStructure()
     if batch is not None:
         _inspect_calls(module, batch, structure)
-    jax.eval_shape(lambda held: module.apply(held, method=lambda root: _walk_attributes(root, structure)), variables)
+    jax.eval_shape(lambda given: module.apply(given, method=lambda root: _walk_attributes(root, structure)), variables)
     return structure
 
 

@@ -15,6 +15,7 @@ from polyamp.porting.layouts.layer_layout import Form
 from polyamp_jax.porting.libraries import flax_cells as cells
 from polyamp_jax.porting.libraries import flax_layers as forms
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, Shapes
+from polyamp_jax.porting.libraries.flax_table import LAYER_SPECS
 
 COMPOSITE_MAKERS: Final[Mapping[frozenset[str], FormMaker]] = {
     frozenset(f"{side}{gate}" for side in "ih" for gate in cells.LSTM_GATES): cells.lstm,
@@ -29,8 +30,8 @@ NORM_SUBMODULES: Final = frozenset(("query_ln", "key_ln"))
 """Norms inside an attention layer, which are separate layers."""
 
 UNSUPPORTED: Final[Mapping[frozenset[str], str]] = {
-    frozenset(("if", "in", "hf", "hn")): "MGUCell: no other framework has a minimal gated unit",
-    frozenset(("ih", "hh")): "ConvLSTMCell: the canonical layout has no convolutional LSTM",
+    frozenset(("if", "in", "hf", "hn")): "MGUCell",
+    frozenset(("ih", "hh")): "ConvLSTMCell",
 }
 
 
@@ -42,7 +43,8 @@ def composite_maker(children: Mapping[str, Shapes]) -> FormMaker | None:
     """
     names = frozenset(children) - NORM_SUBMODULES
     if names in UNSUPPORTED and all("kernel" in arrays for arrays in children.values()):
-        raise RefusedError(UNSUPPORTED[names])
+        kind = UNSUPPORTED[names]
+        raise RefusedError(f"{kind}: {LAYER_SPECS[kind].refusal}")
     maker = COMPOSITE_MAKERS.get(names) or _fused_cell_maker(children)
     if maker is cells.attention and any(len(children[name].get("kernel", ())) != 3 for name in names):
         return None  # by hand, of dense layers

@@ -17,12 +17,9 @@ from polyamp_jax.porting.libraries import linen_names
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, parameter_form
 from polyamp_jax.porting.libraries.flax_table import (
     ARRAY_NAMES,
-    ARRAYLESS_CLASSES,
     CELL_KINDS,
-    COMPOSITE_MAKERS,
-    FORM_MAKERS,
     attribute_lines,
-    flax_class,
+    find_layer_spec,
     make_form,
     refusal_error,
 )
@@ -140,20 +137,20 @@ class LinenTree:
         yield from found
         listed = {layer.path for layer in found}
         for path, module in self._structure.modules.items():
-            kind = flax_class(module)
-            if kind is not None and kind.__name__ in ARRAYLESS_CLASSES and "/".join(path) not in listed:
+            spec = find_layer_spec(module)
+            if spec is not None and spec.can_be_arrayless and "/".join(path) not in listed:
                 yield self._layer(path, {}, module)
 
     def _under(self, node: _LinenNode, path: LinenPath) -> Iterator[NativeLayer]:
         module = self._structure.modules.get(path)
-        kind = None if module is None else flax_class(module)
+        spec = None if module is None else find_layer_spec(module)
         if module is not None and (form := registered_form(module)) is not None:
             yield _native_layer(path, node.arrays_by_path(), (form,), qualified_name(type(module)))
             return
-        if kind is not None and FORM_MAKERS.get(kind.__name__) in COMPOSITE_MAKERS:
+        if spec is not None and spec.is_composite:
             yield self._layer(path, node.arrays_by_path(linen_names.NORM_SUBMODULES), module)
             node = node.select_submodules(linen_names.NORM_SUBMODULES)
-        elif kind is not None:
+        elif spec is not None:
             yield self._layer(path, {name: array for name, array in node.arrays.items() if name in ARRAY_NAMES}, module)
             node.arrays = {name: array for name, array in node.arrays.items() if name not in ARRAY_NAMES}
         elif (maker := self._composite(node, path, module)) is not None:

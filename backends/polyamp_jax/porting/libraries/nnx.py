@@ -27,12 +27,9 @@ from polyamp_jax.porting.layers.activations import activation_form
 from polyamp_jax.porting.libraries.flax_layers import parameter_form
 from polyamp_jax.porting.libraries.flax_table import (
     ARRAY_NAMES,
-    ARRAYLESS_CLASSES,
     CELL_KINDS,
-    COMPOSITE_MAKERS,
-    FORM_MAKERS,
     attribute_lines,
-    flax_class,
+    find_layer_spec,
     make_form,
 )
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
@@ -137,14 +134,14 @@ class _NnxWalk:
         children = dict(_named_children(node))
         self._has_order |= list(children) != sorted(children)
         self._note_directions(node)
-        kind = flax_class(node)
+        spec = find_layer_spec(node)
         if (form := registered_form(node)) is not None:
             yield self._layer(path, node, _nested_variables(node, frozenset()), form, qualified_name(type(node)))
             return
-        if kind is not None:
-            several = FORM_MAKERS.get(kind.__name__) in COMPOSITE_MAKERS
+        if spec is not None:
+            several = spec.is_composite
             variables = _nested_variables(node, NORM_SUBMODULES) if several else _own_variables(node, ARRAY_NAMES)
-            if variables or kind.__name__ in ARRAYLESS_CLASSES or kind.__name__ not in FORM_MAKERS:
+            if variables or spec.can_be_arrayless or spec.form is None:
                 yield self._known(path, node, variables)
             children = {
                 name: child for name, child in children.items() if name not in variables and _can_hold_variables(child)

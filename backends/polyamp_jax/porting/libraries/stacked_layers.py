@@ -39,7 +39,7 @@ def unstack_arrays(arrays: Sequence[LinenArray], structure: LinenStructure) -> l
     if not lengths:
         return list(arrays)
     paths = [array.path for array in arrays]
-    found, gone = [], set[LinenPath]()
+    found, old_paths = [], set[LinenPath]()
     for array in arrays:
         if array.path not in lengths:
             found.append(array)
@@ -47,11 +47,11 @@ def unstack_arrays(arrays: Sequence[LinenArray], structure: LinenStructure) -> l
         cut = len(_stacked_module(array.path, paths, lengths, structure))
         for number in range(lengths[array.path]):
             path = (*array.path[:cut], str(number), *array.path[cut:])
-            gone |= _note_index(structure, array.path, cut, number)
+            old_paths |= _note_index(structure, array.path, cut, number)
             whole = to_lazy(array.name, array.leaf)
             part = Lazy(whole.shape[1:], whole.dtype, _slice_reader(whole, number))
             found.append(array._replace(name=f"{array.name}[{number}]", path=path, leaf=part, stack=cut))
-    for path in gone:
+    for path in old_paths:
         del structure.modules[path]
     return found
 

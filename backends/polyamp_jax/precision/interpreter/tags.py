@@ -18,16 +18,16 @@ from polyamp_jax import compat
 TAG_PRIMITIVE_NAME: Final = "polyamp_shown"
 
 
-def _batch_rule(args: Sequence[Any], dims: Sequence[Any], *, axes: tuple[int, ...], **said: Any) -> tuple[Any, Any]:
+def _batch_rule(args: Sequence[Any], dims: Sequence[Any], *, axes: tuple[int, ...], **params: Any) -> tuple[Any, Any]:
     """Mark the value of all examples under `jax.vmap`. `axes` are the mapped axes, outermost first."""
     (value,), (dim,) = args, dims
     if dim is not None:
         axes = (dim, *(axis + (axis >= dim) for axis in axes))
-    return TAG_PRIMITIVE.bind(value, axes=axes, **said), dim
+    return TAG_PRIMITIVE.bind(value, axes=axes, **params), dim
 
 
-def _tangent_rule(primals: Sequence[Any], tangents: Sequence[Any], **said: Any) -> tuple[Any, Any]:
-    return TAG_PRIMITIVE.bind(*primals, **said), tangents[0]
+def _tangent_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    return TAG_PRIMITIVE.bind(*primals, **params), tangents[0]
 
 
 TAG_PRIMITIVE: Final = compat.make_identity_primitive(TAG_PRIMITIVE_NAME, _tangent_rule, _batch_rule)

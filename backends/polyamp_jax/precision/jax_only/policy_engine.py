@@ -8,7 +8,7 @@ delegates to the engine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -86,6 +86,7 @@ class PolicyEngine:
     """
 
     native: Any = None
+    _casts_class: type[CallCasts] = CallCasts
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class PolicyEngine:
         self._recorder = recorder
         self._strict = strict
         self._calls = 0
-        self._made_in = compat.trace_state()
-        self._around = open_regions()  # regions around a step do not affect it
+        self._trace = compat.trace_state()
+        self._outer_regions = open_regions()  # regions around a step do not affect it
         self._plans: dict[Policy | None, ResolvedPolicy] = {}
         self._leaves = self._parameters()
 
@@ -180,14 +181,14 @@ class PolicyEngine:
         mapped = self._is_mapped(args, kwargs)
         if mapped and self._draws(route, args, kwargs):
             raise TraceError(MAPPED_CALL_ERROR.format(route=route))
-        args, kwargs, taken = extract_objects(args, kwargs)
-        objects = None if taken is None else taken.arrays
+        args, kwargs, objects = extract_objects(args, kwargs)
+        object_arrays = None if objects is None else objects.arrays
         cast_output = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
         interpreted = has_interpreted_operations(plan)
         with matmul_precision(plan), innermost_policy_scope():
             if not plan.root.mixes or not interpreted:
                 dtype = module_dtype(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
-                args, kwargs, objects = cast_arguments((args, kwargs, objects), dtype, float64=plan.float64)
+                args, kwargs, object_arrays = cast_arguments((args, kwargs, object_arrays), dtype, float64=plan.float64)
             adapter: Any = self.adapter
             params, own = current.inputs()
             masters, before = current.masters, own
@@ -196,9 +197,10 @@ class PolicyEngine:
             if part is not None:
                 adapter, params, before = adapter.with_part(route, part, self.masters, own)
                 params = compute_params(params, adapter, plan)
-            casts = self._make_casts(plan, {} if interpreted else module_dtypes(params, adapter, plan), interpreted)
-            call = functools.partial(_call_model, adapter, casts, route, taken)
-            inputs = ModelInputs(params, before, keys, args, kwargs, objects)
+            dtypes = {} if interpreted else module_dtypes(params, adapter, plan)
+            casts = self._casts_class(plan, dtypes, scoped=interpreted)
+            call = functools.partial(_call_model, adapter, casts, route, objects)
+            inputs = ModelInputs(params, before, keys, args, kwargs, object_arrays)
             if interpreted:
                 output, after, changed = self._interpret(call, inputs, casts, is_part=bool(route.steps))
             else:
@@ -208,29 +210,35 @@ class PolicyEngine:
             if part is not None:
                 after = after._replace(statistics=(own.statistics[0], after.statistics[1]))
             after, moved = current.conform_state(after, own, cast_output)
-            moved = moved or bool(written)
             self._refuse_lost_writes()
-            if part is not None and moved and self._made_in != compat.trace_state():
-                raise RecipeError(TRANSFORMED_LOSS_ERROR)
-            if mapped and moved:
-                raise TraceError(MAPPED_CALL_ERROR.format(route=route))
-            if moved and self._made_in != compat.trace_state() and len(open_regions()) > len(self._around):
-                raise TraceError(ENCLOSED_CALL_ERROR.format(route=route))
+            if moved or written:
+                self._check_changes(route, is_copy=part is not None, mapped=mapped)
             if not mapped:
                 current.advance(after, route, None if written is None else writes_on_masters(written, params, masters))
             self._check_output(route, output)
             output = cast_output(output)
-        if taken is not None:
-            taken.put_back(changed)
+        if objects is not None:
+            objects.put_back(changed)
         return output
 
-    def _make_casts(self, plan: ResolvedPolicy, dtypes: Mapping[str, str], scoped: bool) -> CallCasts:
-        """Return what wraps the calls of the model's modules."""
-        return CallCasts(plan, dtypes, scoped=scoped)
+    def _check_changes(self, route: ModulePath, *, is_copy: bool, mapped: bool) -> None:
+        """Reject a call that changed the running state or wrote parameters where these changes would be lost.
+
+        Raises:
+            RecipeError: the part was a copy made inside a transformation.
+            TraceError: the call is inside a `jax.vmap` of `loss_fn`, or inside a function under a policy.
+        """
+        inside = self._trace != compat.trace_state()
+        if is_copy and inside:
+            raise RecipeError(TRANSFORMED_LOSS_ERROR)
+        if mapped:
+            raise TraceError(MAPPED_CALL_ERROR.format(route=route))
+        if inside and len(open_regions()) > len(self._outer_regions):
+            raise TraceError(ENCLOSED_CALL_ERROR.format(route=route))
 
     def _active_plan(self) -> ResolvedPolicy:
         """Return the plan of a call: that of the innermost policy around it."""
-        inside = open_regions()[len(self._around) :]
+        inside = open_regions()[len(self._outer_regions) :]
         if not inside:
             return self.plan
         policy = inside[-1]
@@ -283,7 +291,7 @@ class PolicyEngine:
 
     def _is_mapped(self, args: Any, kwargs: Any) -> bool:
         """Return whether `loss_fn` makes this call under its own `jax.vmap`."""
-        if self._made_in == compat.trace_state():
+        if self._trace == compat.trace_state():
             return False
         return any(map(compat.is_mapped, jax.tree.leaves((args, kwargs))))
 
@@ -330,15 +338,15 @@ def _call_directly(call: ModelCall, inputs: ModelInputs) -> CallResult:
 
 
 def _call_model(
-    adapter: ModelAdapter, casts: CallCasts, route: ModulePath, taken: ArgumentObjects | None, inputs: ModelInputs
+    adapter: ModelAdapter, casts: CallCasts, route: ModulePath, objects: ArgumentObjects | None, inputs: ModelInputs
 ) -> CallResult:
     """Run the call. Return its output, the running state, and its changes to nnx objects among the arguments."""
-    if taken is None:
+    if objects is None:
         return *adapter.call(inputs, casts, route), None
-    objects = taken.rebuild(inputs.objects)
-    args, kwargs = insert_objects(inputs.args, inputs.kwargs, objects)
+    copies = objects.rebuild(inputs.objects)
+    args, kwargs = insert_objects(inputs.args, inputs.kwargs, copies)
     output, running = adapter.call(inputs._replace(args=args, kwargs=kwargs), casts, route)
-    return output, running, taken.changed(objects, inputs.objects)
+    return output, running, objects.changed(copies, inputs.objects)
 
 
 class NativePolicyEngine(PolicyEngine):
