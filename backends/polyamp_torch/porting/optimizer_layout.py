@@ -10,7 +10,7 @@ import torch
 from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
 from polyamp.recipe.optimizer_spec import NativeOptimizer, Spec
 from polyamp.recipe.optimizers import SPECS
-from polyamp_torch.step.optimizers import native_class, slot_name, torch_native
+from polyamp_torch.step.torch_only.spec_formulas import native_class, slot_name, torch_native
 
 _FORMULA_DEFAULTS: Final = {"amsgrad": False, "dampening": 0.0, "maximize": False}
 """Options that change the formula, and the value at which they have no effect."""

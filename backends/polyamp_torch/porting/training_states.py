@@ -14,7 +14,7 @@ from polyamp.porting.states.optimizer_layout import NativeTraining, OptimizerLay
 from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp.recipe.optimizers import is_spec
 from polyamp_torch.porting.optimizer_layout import checkpoint_slots, read_optimizer_layout
-from polyamp_torch.step.optimizers import keeps_counts
+from polyamp_torch.step.torch_only.spec_formulas import keeps_counts
 
 
 class TorchStateConverter:

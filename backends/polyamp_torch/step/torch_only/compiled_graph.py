@@ -42,6 +42,7 @@ from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_sele
 from polyamp_torch.step.torch_only.complex_parameters import real_view, real_views
 from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_retrace, run_trial
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.spec_formulas import slot_name
 
 NamedTensors = dict[str, torch.Tensor]
 
@@ -124,7 +125,7 @@ class CompiledGraph:
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
         slots = [
             {
-                slot: real_view(state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)])
+                slot: real_view(state.optimizer.state[state.parameters[name]][slot_name(slot)])
                 for slot in self.groups.specs[0].slots
             }
             for name in self._used
