@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from polyamp.errors import LossError
 from polyamp_torch.arrays import dtype_name, from_numpy
+from polyamp_torch.precision.torch_only.float32_islands import without_islands
 
 
 class TorchLosses:
     """`LossFunctions` for torch."""
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # autocast casts no arithmetic, and runs the functions used here in float32
+        return without_islands()  # autocast casts no arithmetic, and runs the functions used here in float32
 
     def wide(self, values: Any, like: torch.Tensor) -> torch.Tensor:
         return _to_float32(_as_tensor(values, like))

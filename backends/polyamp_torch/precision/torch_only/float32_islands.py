@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
-from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, eager_backward, open_modes
+from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, eager_backward, open_modes, pop_mode, push_mode
 from polyamp_torch.precision.op_list import (
     BACKWARD_FUNCTIONS,
     FUNCTIONS_WITHOUT_DISPATCH,
@@ -214,6 +214,20 @@ def islands(device_type: str, *, acting: bool = True) -> Iterator[None]:
             yield
         finally:
             mode.acting = not acting
+
+
+@contextlib.contextmanager
+def without_islands() -> Iterator[None]:
+    """Context manager around code that computes in float32 by itself: it takes the innermost islands off the stack."""
+    stack = () if torch.compiler.is_compiling() else open_modes()
+    if not stack or not isinstance(stack[-1], Islands):
+        yield
+        return
+    pop_mode()
+    try:
+        yield
+    finally:
+        push_mode(stack[-1])
 
 
 class DeviceAutocastState(NamedTuple):
