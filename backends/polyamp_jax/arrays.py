@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any, Final
 
 import jax
@@ -77,6 +78,13 @@ def prepare_batch(batch: Any, plan: ResolvedPolicy, *, compiled: bool) -> Any:
         return batch
     numbers = (np.ndarray, np.generic)
     return jax.tree.map(lambda x: host_array(x, plan.param) if isinstance(x, numbers) else x, batch)
+
+
+def is_same_tree(one: Any, other: Any) -> bool:
+    """Return whether two pytrees have the same structure and the very same objects as leaves."""
+    leaves, other_leaves = jax.tree.leaves(one), jax.tree.leaves(other)
+    structure: Any = jax.tree.structure(one)
+    return bool(structure == jax.tree.structure(other)) and all(map(operator.is_, leaves, other_leaves))
 
 
 def copy_arrays(tree: Any) -> Any:

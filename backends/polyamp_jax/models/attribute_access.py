@@ -41,7 +41,7 @@ class UnboundOwner:
         """Raise `RecipeError`: the call could not pass on the running state and the random streams."""
         raise RecipeError(TRANSFORMED_LOSS_ERROR)
 
-    computed = params_of = state = view = call
+    computed = params_of = resolve_policy = state = view = call
 
 
 def has_computed_arrays(value: Any) -> bool:

@@ -81,11 +81,11 @@ def is_bound(value: Any) -> bool:
 
 def bound_class_attributes(own: Any, lookup: Callable[[Any], Binding | None], run: RunMethod) -> dict[str, Any]:
     """Return what the bound subclasses of both libraries define, for the user's class `own`."""
-    names = {
+    names: dict[str, Any] = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         NATIVE_CLASS_ATTRIBUTE: native_class(own),
-        _LOOKUP_ATTRIBUTE: lookup,
+        _LOOKUP_ATTRIBUTE: staticmethod(lookup),
     }
     if any("__call__" in vars(base) for base in own.__mro__):
         names["__call__"] = dispatch_method(own.__call__, None, lookup, run)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import jax
-
-from polyamp_jax.arrays import conform_tree
+from polyamp_jax.arrays import conform_tree, is_same_tree
 from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.parameter_writes import NamedLeaves
 from polyamp_jax.models.running_state import CollectedState, RunningState
@@ -75,10 +73,8 @@ class ModelPass:
             collected = cast_output(after.statistics.collected)
             after = after._replace(statistics=after.statistics.state)
         after = conform_tree(after, before, what=RUNNING_STATE_NAME)
-        leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
-        return after._replace(statistics=CollectedState(after.statistics, collected)), any(
-            a is not b for a, b in leaves
-        )
+        changed = after._replace(statistics=CollectedState(after.statistics, collected))
+        return changed, not is_same_tree(after, before)
 
     def advance(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
         """Store the result of `conform_state` and the call's parameter writes, given as masters, for the next call."""

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp_jax import compat
-from polyamp_jax.arrays import is_key
+from polyamp_jax.arrays import is_key, is_same_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,14 @@ class ArgumentObjects:
     def changed(self, objects: list[Any], arrays: Any) -> Any:
         """Return the arrays of `objects`, which `rebuild` made from `arrays`; None if the call changed none of them."""
         after = _object_arrays(objects)[1]
-        leaves, structure = _flatten_with_objects(after)
-        before, same = _flatten_with_objects(arrays)
-        return None if structure == same and all(a is b for a, b in zip(leaves, before, strict=True)) else after
+        return None if is_same_tree(after, arrays) else after
 
     def put_back(self, arrays: Any) -> None:
         """Write the arrays that the call changed into the caller's objects, in the dtypes of those objects."""
         if arrays is None:
             return
-        if _flatten_with_objects(arrays)[1] == _flatten_with_objects(self.arrays)[1]:
+        structure: Any = jax.tree.structure(arrays)
+        if structure == jax.tree.structure(self.arrays):
             arrays = jax.tree.map(
                 lambda new, old: new if is_key(old) else jnp.asarray(new, jnp.result_type(old)), arrays, self.arrays
             )
@@ -97,10 +96,6 @@ def _object_arrays(objects: list[Any]) -> tuple[Any, Any]:
     nnx = _nnx_module()
     graphdef, state = nnx.split(objects)
     return graphdef, nnx.to_pure_dict(state)
-
-
-def _flatten_with_objects(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree)
 
 
 def _nnx_module() -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from polyamp.errors import TraceError
-from polyamp_jax.arrays import conform_tree
+from polyamp_jax.arrays import conform_tree, is_same_tree
 from polyamp_jax.models.adapter import OpaqueValue
 from polyamp_jax.models.compat import drop_stale_nnx_attributes
 from polyamp_jax.models.libraries.nnx_binding import native_classes
@@ -140,17 +140,15 @@ class NnxPass(ModelPass):
     def conform_state(
         self, after: RunningState, before: RunningState, cast_output: OutputCast
     ) -> tuple[RunningState, bool]:
-        (state, collected, graph), (state_before, collected_before, graph_before) = after.statistics, before.statistics
-        if _has_same_values((state, after.streams), (self._start.statistics, self._start.streams)):
+        state, collected, graph = after.statistics
+        if _has_same_structure((state, after.streams), (self._start.statistics, self._start.streams)):
             own = (self._start.statistics, self._start.streams)
             state, streams = conform_tree((state, after.streams), own, what=RUNNING_STATE_NAME)
             after = after._replace(streams=streams)
         collected = cast_output(collected)
-        pairs = ((state, state_before), (after.streams, before.streams), (collected, collected_before))
-        self._moved = graph != graph_before or not all(
-            _has_same_values(a, b) and _has_same_arrays(a, b) for a, b in pairs
-        )
-        return after._replace(statistics=NnxPassVariables(state, collected, graph)), self._moved
+        after = after._replace(statistics=NnxPassVariables(state, collected, graph))
+        self._moved = not is_same_tree((after.statistics, after.streams), (before.statistics, before.streams))
+        return after, self._moved
 
     def advance(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
         if written:
@@ -190,7 +188,7 @@ class NnxPass(ModelPass):
         with native_classes(self._model):
             self._take_casts()
             params, running = split_nnx_model(self._model, self._known, self._start.draws)
-        if not _has_same_values(params, self._masters):
+        if not _has_same_structure(params, self._masters):
             raise TraceError(
                 "a parameter was taken out of the model in loss_fn, or put there under another name. The optimizer has "
                 "a state for each parameter of polyamp.init: choose with nnx.state(model, nnx.Param), which leaves the "
@@ -296,7 +294,7 @@ def _model_graph(model: Any) -> NnxGraph:
     return NnxGraph(nnx.graphdef(model))
 
 
-def _has_same_values(one: Any, other: Any) -> bool:
+def _has_same_structure(one: Any, other: Any) -> bool:
     structure: Any = jax.tree.structure(one)
     return bool(structure == jax.tree.structure(other))
 
