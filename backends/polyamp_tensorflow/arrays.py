@@ -64,14 +64,14 @@ def is_floating(leaf: Any) -> bool:
 def cast(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     """Cast the floating leaves of a tree to `dtype` (S2). NumPy leaves stay NumPy; other leaves are unchanged."""
 
-    def one(leaf: Any) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
         if not is_floating(leaf) or (dtype_name(leaf) == "float64" and not float64):
             return leaf
         if isinstance(leaf, np.ndarray | np.generic):
             return np.asarray(leaf).astype(tf.as_dtype(dtype).as_numpy_dtype)
         return tf.cast(native_variable(leaf), dtype)
 
-    return keras.tree.map_structure(one, tree)
+    return keras.tree.map_structure(cast_leaf, tree)
 
 
 def scalar(value: float, dtype: str, *, like: Any = None) -> Any:
@@ -108,7 +108,7 @@ def to_tensors(tree: Any, parameters: str = "float64") -> Any:
         BatchError: a leaf that TensorFlow cannot convert.
     """
 
-    def one(leaf: Any) -> Any:
+    def convert_leaf(leaf: Any) -> Any:
         if isinstance(leaf, tf.Variable):
             return tf.convert_to_tensor(leaf)
         if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.distribute.DistributedValues):
@@ -120,7 +120,7 @@ def to_tensors(tree: Any, parameters: str = "float64") -> Any:
         except (TypeError, ValueError) as error:
             raise _leaf_error(tree, leaf) from error
 
-    return keras.tree.map_structure(one, tree)
+    return keras.tree.map_structure(convert_leaf, tree)
 
 
 def _leaf_error(batch: Any, leaf: Any) -> BatchError:

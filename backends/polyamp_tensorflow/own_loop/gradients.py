@@ -8,15 +8,15 @@ import tensorflow as tf
 
 from polyamp.rules.update_decision import GradStats
 from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.own_loop.tensorflow_only.accumulation import ApplyCall, next_rows, variable_indices
+from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import ApplyCall, next_rows, variable_indices
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
 
 
 def add_to_sums(call: ApplyCall, gradients: list[Any]) -> list[Any]:
     """Return the sums of the accumulation so far with these gradients added; without accumulation, the gradients."""
-    if not call.owned.sums:
+    if not call.state.sums:
         return gradients
-    sums = [native_variable(call.owned.sums[index]) for index in variable_indices(call, call.variables)]
+    sums = [native_variable(call.state.sums[index]) for index in variable_indices(call, call.variables)]
     if call.share is not None:
         sums = [total * tf.cast(call.share.earlier, total.dtype) for total in sums]
     return [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
@@ -27,16 +27,16 @@ def unscale_gradients(call: ApplyCall, gradients: list[Any]) -> tuple[list[Any],
 
     The norm is not computed if neither the flag nor a clip needs it.
     """
-    scaler, owned, weight = call.optimizer.scaler, call.owned, None
+    scaler, state, weight = call.optimizer.scaler, call.state, None
     count: Any = float(call.optimizer.accumulate_steps)
-    if owned.sums:
+    if state.sums:
         after = next_rows(call)
-        count = count + (native_variable(owned.rows) if after is None else after)[1]
+        count = count + (native_variable(state.rows) if after is None else after)[1]
         if call.share is not None:
             weight = count
             count = tf.where(count > 0.0, count, 1.0)
-    if scaler.scales or owned.sums:
-        divisor = native_variable(owned.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
+    if scaler.scales or state.sums:
+        divisor = native_variable(state.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
         gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
     if not scaler.checks and call.optimizer.clip_norm is None:
         return gradients, GradStats(tf.constant(1.0), tf.constant(True), weight)

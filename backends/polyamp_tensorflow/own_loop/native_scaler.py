@@ -28,12 +28,6 @@ from polyamp_tensorflow.arrays import at_least_float32, native_variable, to_dens
 from polyamp_tensorflow.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_tensorflow.own_loop.skip_report import non_finite_names
 from polyamp_tensorflow.own_loop.tensorflow_only import keras_wrapper
-from polyamp_tensorflow.own_loop.tensorflow_only.accumulation import (
-    ApplyCall,
-    MicroBatchShare,
-    UpdateVariables,
-    micro_batch_share,
-)
 from polyamp_tensorflow.own_loop.tensorflow_only.optimizer_update import apply_or_accumulate
 from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     CURRENT_STATISTICS,
@@ -42,6 +36,12 @@ from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     prepare_statistics,
 )
 from polyamp_tensorflow.own_loop.tensorflow_only.scale_loss_calls import ScaleLossCalls
+from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import (
+    ApplyCall,
+    MicroBatchShare,
+    ScalerState,
+    micro_batch_share,
+)
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.grad_stats import scale_custom_loop_loss
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_older_variables
@@ -149,7 +149,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         scale = LossScaleState(*(self._scalar(field, value) for field, value in start._asdict().items()))
         self.dynamic_scale, self.step_counter = scale[:2]  # Keras's names for them
         # In files the variables are numbered in the order of their creation.
-        self._owned = UpdateVariables(scale, self._scalar("last_update_skipped", 0), self._scalar("micro_step", 0))
+        self._state = ScalerState(scale, self._scalar("last_update_skipped", 0), self._scalar("micro_step", 0))
         self._calls = ScaleLossCalls()
         self._starts: weakref.WeakKeyDictionary[Any, StartValues] = weakref.WeakKeyDictionary()
         self._share: MicroBatchShare | None = None
@@ -180,12 +180,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         )
         warn_about_average(self.inner_optimizer, self.accumulate_steps)
         keras.optimizers.Optimizer.build(self, variables)  # not the parent's, which adds its own scale
-        owned = self._owned
-        owned.not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
+        state = self._state
+        state.not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
         if self.accumulate_steps > 1:
-            owned.used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
-            owned.rows = self.add_variable((2,), "zeros", "float32", name="window_rows")
-            owned.sums = [
+            state.used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
+            state.rows = self.add_variable((2,), "zeros", "float32", name="window_rows")
+            state.sums = [
                 self.add_variable(variable.shape, "zeros", at_least_float32(variable.dtype).name, name="gradient_sum")
                 for variable in variables
             ]
@@ -195,22 +195,22 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     @property
     def scale_state(self) -> LossScaleState:
         """The loss-scale state as tensors: float32 scale, int32 counters."""
-        return LossScaleState(*(tf.convert_to_tensor(native_variable(variable)) for variable in self._owned.scale))
+        return LossScaleState(*(tf.convert_to_tensor(native_variable(variable)) for variable in self._state.scale))
 
     @property
     def scale_variables(self) -> LossScaleState:
         """The variables of the loss-scale state."""
-        return self._owned.scale
+        return self._state.scale
 
     @property
     def skipped_steps(self) -> int:
         """Number of skipped updates. Reading it waits for the device."""
-        return int(self._owned.scale.skipped.numpy())
+        return int(self._state.scale.skipped.numpy())
 
     @property
     def update_was_skipped(self) -> Any:
         """Whether the last call of `apply` skipped its update, boolean scalar."""
-        return tf.not_equal(native_variable(self._owned.skipped), 0)
+        return tf.not_equal(native_variable(self._state.skipped), 0)
 
     @property
     def iterations(self) -> Any:
@@ -219,7 +219,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     def not_finite(self) -> list[str]:
         """Return the paths of the parameters with non-finite gradients at the last skipped update."""
-        return non_finite_names(self, self._owned.not_finite) if self.built else []
+        return non_finite_names(self, self._state.not_finite) if self.built else []
 
     def raise_if_stuck(self) -> None:
         """Check on the host whether every update is skipped at the minimum scale (S17), and act by `scaler.on_stuck`.
@@ -229,7 +229,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             LossScaleStuckError: `patience` consecutive updates were skipped at the minimum scale.
         """
-        skips = int(self._owned.scale.stuck.numpy())
+        skips = int(self._state.scale.stuck.numpy())
         check_stuck(skips, self.scaler, self.not_finite, where="the model or the loss")
 
     @contextlib.contextmanager
@@ -248,7 +248,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             ModelError: the model is not built.
         """
-        micro_step = native_variable(self._owned.micro_step) if self.accumulate_steps > 1 else None
+        micro_step = native_variable(self._state.micro_step) if self.accumulate_steps > 1 else None
         statistics = ForwardPassStatistics(model, self._starts.setdefault(model, StartValues()), micro_step)
         with statistics.record():
             yield
@@ -266,7 +266,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
                 scalar tensor.
         """
         if self.accumulate_steps > 1:
-            self._share = micro_batch_share(self._owned, tf.cast(rows, tf.float32))
+            self._share = micro_batch_share(self._state, tf.cast(rows, tf.float32))
         try:
             yield
         finally:
@@ -279,7 +279,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             weight: divisor of its loss over all replicas, float32 scalar; at least 0.
         """
         if self._share is not None:
-            self._share = micro_batch_share(self._owned, weight)
+            self._share = micro_batch_share(self._state, weight)
 
     def prepare_statistics(self, model: Any) -> None:
         """Create the variables that `keep_statistics` needs with `accumulate_steps`. Call it in a strategy's scope.
@@ -303,9 +303,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             LossError: not floating.
         """
-        self._calls.note()
+        self._calls.record()
         scale = native_variable(self.dynamic_scale) if self.scaler.scales else None
-        scaled = scale_custom_loop_loss(loss, scale, what="what calls scale_loss()")
+        scaled = scale_custom_loop_loss(loss, scale)
         return scaled if self._share is None else scaled * self._share.weight
 
     @_without_autograph
@@ -336,8 +336,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if self.scaler.scales:
             self._calls.consume()
         check_any_gradient(grads, who="apply()", then="The loss depends on none of the trainable variables.")
-        unused = [variable for gradient, variable in zip(grads, variables, strict=True) if gradient is None]
         pairs = list(zip(grads, variables, strict=True))
+        unused = [variable for gradient, variable in pairs if gradient is None]
         if self.accumulate_steps > 1:  # a variable without a gradient now may have had one earlier
             pairs = [(tf.zeros(v.shape, at_least_float32(v.dtype)) if g is None else g, v) for g, v in pairs]
         pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
@@ -347,7 +347,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         dense = [to_dense_float32(gradient, variable) for gradient, variable in pairs]
         summed = replicas.sum_over_replicas(dense) if statistics is None else statistics.sum_with_gradients(dense)
         used = [variable for _, variable in pairs]
-        apply_or_accumulate(ApplyCall(self, self._owned, self._share, used, variables, unused), summed)
+        apply_or_accumulate(ApplyCall(self, self._state, self._share, used, variables, unused), summed)
         if tf.executing_eagerly() and self._watch.is_due(self.scaler):
             self.raise_if_stuck()
 
@@ -373,10 +373,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """
         inner = self.inner_optimizer
         if self.built and not isinstance(inner, SpecOptimizer) and keras_wrapper.is_keras_wrapper_file(store, inner):
-            keras_wrapper.load_from_keras(store, inner, self.scaler, self._owned.scale)
+            keras_wrapper.load_from_keras(store, inner, self.scaler, self._state.scale)
             return
-        rows = [(self._owned.rows, 0)] if self._owned.sums else []
-        later = [(self._owned.used, 1)] if self._owned.sums else []
+        rows = [(self._state.rows, 0)] if self._state.sums else []
+        later = [(self._state.used, 1)] if self._state.sums else []
         if self.built and isinstance(self.inner_optimizer, SpecOptimizer):
             later.append((self.inner_optimizer.missed_updates, 0))
         only_rows = bool(rows) and len(store.keys()) == len(self.variables) - 1
@@ -435,5 +435,5 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if optimizer.built:
             made.build(own_trainable_variables(optimizer))
             scale, good = float(optimizer.dynamic_scale), int(optimizer.step_counter)
-            keras_wrapper.adopt_keras_scale(scale, good, made.scaler, made._owned.scale)
+            keras_wrapper.adopt_keras_scale(scale, good, made.scaler, made._state.scale)
         return made

@@ -8,17 +8,17 @@ import tensorflow as tf
 
 from polyamp_tensorflow.arrays import native_variable, variable_name
 from polyamp_tensorflow.compat import own_trainable_variables
-from polyamp_tensorflow.own_loop.tensorflow_only.accumulation import ApplyCall, variable_indices
+from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import ApplyCall, variable_indices
 from polyamp_tensorflow.step.replicas import read_shared
 
 
 def count_non_finite(call: ApplyCall, gradients: Any) -> None:
     """Store the number of inf and NaN elements of each gradient; in the body of `merge_replica_calls`."""
-    counts = dict.fromkeys(range(call.owned.not_finite.shape[0]), tf.constant(0))
+    counts = dict.fromkeys(range(call.state.not_finite.shape[0]), tf.constant(0))
     for index, gradient in zip(variable_indices(call, call.variables), gradients, strict=True):
         finite = tf.math.is_finite(read_shared(gradient))
         counts[index] = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.int32))
-    native_variable(call.owned.not_finite).assign(tf.stack(list(counts.values())))
+    native_variable(call.state.not_finite).assign(tf.stack(list(counts.values())))
 
 
 def non_finite_names(optimizer: Any, counts: Any) -> list[str]:

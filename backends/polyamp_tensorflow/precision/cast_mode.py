@@ -94,13 +94,13 @@ def cast_variables(model: Any, plan: ResolvedPolicy) -> Iterator[None]:
 
     applied: list[PolicyApplication] = []
 
-    def put_back() -> None:
+    def restore() -> None:
         for slots, name, value in replaced:
             slots[name] = value
         for application in applied:
             application.restore()
 
-    with EnsureUndo(put_back):
+    with EnsureUndo(restore):
         for holder in _variable_owners(model):
             if isinstance(holder, keras.Layer):
                 applied.append(PolicyApplication(holder, _inner_layer_plan(holder, plan)))

@@ -120,11 +120,11 @@ def cast_output(tree: Any, dtype: str, *, float64: bool) -> Any:
     """Cast a model's output to the policy's output dtype (S1), from the unrounded tensor if `round_to_dtype` stored
     one."""
 
-    def one(leaf: Any) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
         wide = getattr(leaf, _UNROUNDED, leaf)
         return copy_keras_mask(leaf, cast(wide, dtype, float64=float64))
 
-    return keras.tree.map_structure(one, tree)
+    return keras.tree.map_structure(cast_leaf, tree)
 
 
 def is_rounded(leaf: Any) -> bool:
@@ -135,7 +135,7 @@ def is_rounded(leaf: Any) -> bool:
 def round_to_dtype(tree: Any, dtype: str) -> Any:
     """Cast the floating tensors of a tree to `dtype`. A tensor that loses digits stores the original one."""
 
-    def one(leaf: Any) -> Any:
+    def round_leaf(leaf: Any) -> Any:
         if not tf.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
             return leaf
         narrow = copy_keras_mask(leaf, tf.cast(leaf, dtype))
@@ -143,4 +143,4 @@ def round_to_dtype(tree: Any, dtype: str) -> Any:
             setattr(narrow, _UNROUNDED, leaf)
         return narrow
 
-    return keras.tree.map_structure(one, tree)
+    return keras.tree.map_structure(round_leaf, tree)

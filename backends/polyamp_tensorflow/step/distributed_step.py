@@ -70,11 +70,11 @@ def run_on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[A
 
     training = TRAINING_MODE.get()
 
-    def own(*tensors: Any) -> Any:
+    def run_body(*tensors: Any) -> Any:
         TRAINING_MODE.set(training)  # each replica has its own thread
         return body(*(keras.tree.map_structure(_replica_slice, tree) if divide else tree for tree in tensors))
 
-    found = strategy.run(own, args=tuple(tensors))
+    found = strategy.run(run_body, args=tuple(tensors))
     return keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], found)
 
 
@@ -173,10 +173,10 @@ def _merge_over_replicas(function: Callable[[list[Any]], Any], own: Any) -> Any:
     if is_merge_call_unavailable():
         raise UnsupportedError("XLA around strategy.run on GPUs leaves replicas no place to meet. Drop jit_compile.")
 
-    def merged(strategy: Any, boxes: Any) -> Any:
+    def call_once(strategy: Any, boxes: Any) -> Any:
         return _OpaqueBox(function([box.value for box in strategy.experimental_local_results(boxes)]))
 
-    found: _OpaqueBox = tf.distribute.get_replica_context().merge_call(merged, args=(_OpaqueBox(own),))
+    found: _OpaqueBox = tf.distribute.get_replica_context().merge_call(call_once, args=(_OpaqueBox(own),))
     return found.value
 
 

@@ -34,14 +34,14 @@ def scale_loss(loss: Any, scale: Any | None, *, what: str = "scale()") -> Any:
     return wide if scale is None else wide * scale
 
 
-def scale_custom_loop_loss(loss: Any, scale: Any | None, *, what: str) -> Any:
+def scale_custom_loop_loss(loss: Any, scale: Any | None) -> Any:
     """Return the scaled loss of a custom loop, whose policy is unknown. A loss that is not a scalar keeps its shape, as
     in Keras's `scale_loss`. A loss in 16 bits causes a warning, since it was computed in 16 bits.
 
     Raises:
         LossError: not floating.
     """
-    loss = tf.convert_to_tensor(native_variable(loss))
+    loss, what = tf.convert_to_tensor(native_variable(loss)), "what calls scale_loss()"
     if dtype_name(loss) in HALF_DTYPES:
         warnings.warn(
             f"scale_loss() is given a loss in {dtype_name(loss)}: it was computed in 16 bits, where a sum has three "
@@ -65,7 +65,7 @@ def unscale(grads: Any, scale: Any | None) -> tuple[Any, Any]:
     """
     quotients = []
 
-    def one(leaf: Any) -> Any:
+    def unscale_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         if not is_floating(leaf):
@@ -74,7 +74,7 @@ def unscale(grads: Any, scale: Any | None) -> tuple[Any, Any]:
         quotients.append(wide if scale is None else wide / scale)
         return quotients[-1]
 
-    unscaled = keras.tree.map_structure(one, grads)
+    unscaled = keras.tree.map_structure(unscale_leaf, grads)
     check_any_gradient(quotients, who="unscale()", then="Pass a list, dict or tree with at least one floating tensor.")
     return unscaled, global_norm_and_finite(quotients)[1]
 

@@ -113,10 +113,10 @@ def merge_replica_calls(body: Callable[[ReplicaRun, Any], None], values: Any) ->
         body(lambda function, *args: function(*args), values)
         return
 
-    def merged(strategy: Any, values: Any) -> None:
+    def call_once(strategy: Any, values: Any) -> None:
         body(lambda function, *args: strategy.extended.call_for_each_replica(function, args=args), values)
 
-    tf.distribute.get_replica_context().merge_call(merged, args=(values,))
+    tf.distribute.get_replica_context().merge_call(call_once, args=(values,))
 
 
 def read_shared(value: Any) -> Any:

@@ -205,12 +205,12 @@ class TensorFlowState(StateDisplayMixin):
         the same dropout mask does not recur."""
         return _read_values(self.variables.rng)
 
-    def put_back(self, values: Mapping[str, Any]) -> None:
+    def restore_running_state(self, values: Mapping[str, Any]) -> None:
         """Write values from `read_statistics` and `read_rng`; in a replica or in the cross-replica context."""
         transient = {**self._transient(values), **self.variables.rng}
         _write_values({name: transient[name] for name in values}, values)
 
-    def adopt_running(self, running: Mapping[str, Any]) -> None:
+    def write_running_state(self, running: Mapping[str, Any]) -> None:
         """Write the running state from the forward pass of an applied update."""
         _write_values(self._transient(running), running)
 
@@ -238,12 +238,12 @@ class TensorFlowState(StateDisplayMixin):
         """Return every array by name, on the host, as between two steps of any thread."""
         with self.exclusive_access():
             self.check_alive()
-            return {name: to_numpy(variable) for name, variable in self._everything().items()}
+            return {name: to_numpy(variable) for name, variable in self._named_variables().items()}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Replace every array between two steps."""
         with self.exclusive_access():
-            for name, variable in self._everything().items():
+            for name, variable in self._named_variables().items():
                 native_variable(variable).assign(tf.convert_to_tensor(arrays[name]))
 
     def take_over(self, before: TensorFlowState) -> None:
@@ -267,7 +267,7 @@ class TensorFlowState(StateDisplayMixin):
         finally:
             self.waiting -= 1
 
-    def _everything(self) -> dict[str, Any]:
+    def _named_variables(self) -> dict[str, Any]:
         parameters, frozen, running, rng, _ = self.variables
         groups = {
             "model": {**parameters, **frozen},

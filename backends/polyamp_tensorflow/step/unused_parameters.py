@@ -52,22 +52,22 @@ def skip_unused_parameters(optimizer: Any, unused: Sequence[Any], *, warn: bool 
 
 
 def _replacement_methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[..., Any]]:
-    def present(gradients: Any, variables: Any) -> Any:
+    def filter_gradients(gradients: Any, variables: Any) -> Any:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if warn and pairs:
             return getattr(type(part), FILTER_GRADIENTS)(part, gradients, variables)
         return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
-    def averages() -> Iterator[tuple[Any, Any, bool]]:
+    def list_averages() -> Iterator[tuple[Any, Any, bool]]:
         for variable, average in moving_averages(part):
             yield variable, average, id(native_variable(variable)) in unused
 
-    def move(_: Any) -> None:
+    def update_averages(_: Any) -> None:
         """Apply Keras's formula. The average of an unused parameter starts at its value, like all, and then stays."""
         if not part.use_ema:
             return
         first = keras.ops.equal(part.iterations, 0)
-        for variable, average, is_unused in averages():
+        for variable, average, is_unused in list_averages():
             if is_unused:
                 average.assign(keras.ops.where(first, variable, average))
                 continue
@@ -75,9 +75,13 @@ def _replacement_methods(part: Any, unused: set[int], warn: bool) -> dict[str, C
             momentum = keras.ops.cast(momentum, variable.dtype)
             average.assign(momentum * average + (1 - momentum) * variable)
 
-    def overwrite(_: Any) -> None:
-        for variable, average, is_unused in averages():
+    def overwrite_with_averages(_: Any) -> None:
+        for variable, average, is_unused in list_averages():
             if not is_unused:
                 variable.assign(average)
 
-    return {FILTER_GRADIENTS: present, UPDATE_AVERAGES: move, OVERWRITE_WITH_AVERAGES: overwrite}
+    return {
+        FILTER_GRADIENTS: filter_gradients,
+        UPDATE_AVERAGES: update_averages,
+        OVERWRITE_WITH_AVERAGES: overwrite_with_averages,
+    }

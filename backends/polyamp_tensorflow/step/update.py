@@ -80,7 +80,7 @@ def _write_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _Sta
 
 def _apply_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _StateUpdate) -> None:
     """Write the running state and the clipped gradients."""
-    state.adopt_running(update.running)
+    state.write_running_state(update.running)
     parameters, clip_norm = state.variables.parameters, state.recipe.clip_norm
     pairs = [(variable, update.gradients.get(name)) for name, variable in parameters.items()]
     run_optimizer(state.optimizer, run, pairs, update.norm, clip_norm)

@@ -18,7 +18,7 @@ from polyamp.rules.update_decision import GradStats, decide
 from polyamp_tensorflow.arrays import XP, assign_values, native_variable
 from polyamp_tensorflow.own_loop.gradients import add_to_sums, unscale_gradients
 from polyamp_tensorflow.own_loop.skip_report import count_non_finite
-from polyamp_tensorflow.own_loop.tensorflow_only.accumulation import (
+from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import (
     ApplyCall,
     is_last_micro_batch,
     next_rows,
@@ -28,7 +28,7 @@ from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.update import run_optimizer
 
 
-class UpdateValues(NamedTuple):
+class ReplicaUpdate(NamedTuple):
     """Values of one replica for the update of all.
 
     Attributes:
@@ -58,13 +58,13 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     unscaled, stats = _measure_gradients(call, sums)
     step = tf.convert_to_tensor(native_variable(optimizer.iterations))
     decision = decide(optimizer.scaler, optimizer.scale_state, step, stats, [stats.finite], "all", XP)
-    values = UpdateValues(sums, unscaled, stats.norm, decision.finite, decision.scale_state, next_rows(call))
+    values = ReplicaUpdate(sums, unscaled, stats.norm, decision.finite, decision.scale_state, next_rows(call))
     replicas.merge_replica_calls(functools.partial(_write_call, call), values)
 
 
 def _measure_gradients(call: ApplyCall, sums: list[Any]) -> tuple[list[Any], GradStats]:
     """Return the unscaled gradients and their statistics; before the end of an accumulation nothing is measured."""
-    if not call.owned.sums:
+    if not call.state.sums:
         return unscale_gradients(call, sums)
     unscaled, stats = tf.cond(
         is_last_micro_batch(call), lambda: unscale_gradients(call, sums), lambda: (sums, _no_stats(call))
@@ -76,55 +76,55 @@ def _no_stats(call: ApplyCall) -> GradStats:
     return GradStats(tf.constant(1.0), tf.constant(True), None if call.share is None else tf.constant(1.0))
 
 
-def _write_call(call: ApplyCall, run: replicas.ReplicaRun, values: UpdateValues) -> None:
+def _write_call(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpdate) -> None:
     """Update the variables, or write the sums of a micro-step."""
     end = functools.partial(_end_accumulation, call, run, values)
-    if call.owned.sums:
+    if call.state.sums:
         tf.cond(is_last_micro_batch(call), end, functools.partial(_accumulate, call, values))
     else:
         end()
 
 
-def _accumulate(call: ApplyCall, values: UpdateValues) -> None:
-    owned = call.owned
+def _accumulate(call: ApplyCall, values: ReplicaUpdate) -> None:
+    state = call.state
     if values.rows is not None:
-        native_variable(owned.rows).assign(replicas.read_shared(values.rows))
-    assign_values([owned.sums[index] for index in variable_indices(call, call.variables)], values.sums)
+        native_variable(state.rows).assign(replicas.read_shared(values.rows))
+    assign_values([state.sums[index] for index in variable_indices(call, call.variables)], values.sums)
     unused = set(variable_indices(call, call.unused))
-    now = tf.constant([int(index not in unused) for index in range(len(owned.sums))])
-    native_variable(owned.used).assign(tf.maximum(replicas.read_shared(native_variable(owned.used)), now))
-    native_variable(owned.micro_step).assign_add(1)
-    native_variable(owned.skipped).assign(0)
+    now = tf.constant([int(index not in unused) for index in range(len(state.sums))])
+    native_variable(state.used).assign(tf.maximum(replicas.read_shared(native_variable(state.used)), now))
+    native_variable(state.micro_step).assign_add(1)
+    native_variable(state.skipped).assign(0)
 
 
-def _end_accumulation(call: ApplyCall, run: replicas.ReplicaRun, values: UpdateValues) -> None:
+def _end_accumulation(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpdate) -> None:
     """Update all replicas or none, and write the decided loss-scale state."""
-    owned, apply = call.owned, functools.partial(_apply, call, run, values)
+    state, apply = call.state, functools.partial(_apply, call, run, values)
     if values.finite is None:
         apply()
     else:
         finite = replicas.read_shared(values.finite)
         tf.cond(finite, apply, lambda: count_non_finite(call, values.unscaled))
-        assign_values(owned.scale, map(replicas.read_shared, values.scale))
-        native_variable(owned.skipped).assign(tf.where(finite, 0, 1))
-    if owned.sums:
-        assign_values(owned.sums, [tf.zeros(total.shape, total.dtype) for total in owned.sums])
-        native_variable(owned.used).assign(tf.zeros(owned.used.shape, tf.int32))
-        native_variable(owned.rows).assign(tf.zeros(2))
-        native_variable(owned.micro_step).assign(0)
+        assign_values(state.scale, map(replicas.read_shared, values.scale))
+        native_variable(state.skipped).assign(tf.where(finite, 0, 1))
+    if state.sums:
+        assign_values(state.sums, [tf.zeros(total.shape, total.dtype) for total in state.sums])
+        native_variable(state.used).assign(tf.zeros(state.used.shape, tf.int32))
+        native_variable(state.rows).assign(tf.zeros(2))
+        native_variable(state.micro_step).assign(0)
 
 
-def _apply(call: ApplyCall, run: replicas.ReplicaRun, values: UpdateValues) -> None:
+def _apply(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpdate) -> None:
     """Update the variables that have had a gradient in the accumulation."""
-    if not (call.unused and call.owned.sums):
+    if not (call.unused and call.state.sums):
         _apply_without(call, run, values, call.unused)
         return
-    used = tf.gather(replicas.read_shared(native_variable(call.owned.used)), variable_indices(call, call.unused))
+    used = tf.gather(replicas.read_shared(native_variable(call.state.used)), variable_indices(call, call.unused))
     apply = functools.partial(_apply_without, call, run, values)
     tf.cond(tf.reduce_any(used > 0), lambda: apply([]), lambda: apply(call.unused))
 
 
-def _apply_without(call: ApplyCall, run: replicas.ReplicaRun, values: UpdateValues, unused: list[Any]) -> None:
+def _apply_without(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpdate, unused: list[Any]) -> None:
     """Run the inner optimizer in every replica, with None for the gradients of the unused variables."""
     ids = set(map(id, unused))
     known = {id(v): gradient for v, gradient in zip(call.variables, values.unscaled, strict=True) if id(v) not in ids}

@@ -24,7 +24,7 @@ class ScaleLossCalls:
         self._open = 0
         self._by_function: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record a call of `scale_loss`."""
         if tf.executing_eagerly():
             self._eager = True

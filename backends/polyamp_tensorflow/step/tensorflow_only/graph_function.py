@@ -66,10 +66,10 @@ class GraphFunction:
         programs = states[0].programs.setdefault(self, {})
         key = tuple(id(state) for state in states)
         if key not in programs:
-            programs[key] = self._traced(states)
+            programs[key] = self._build_program(states)
         return programs[key]
 
-    def _traced(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
+    def _build_program(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
         body, split, strategy = self._body, self._split, states[0].strategy
         if any(state.strategy is not strategy for state in states):
             raise ModelError(

@@ -29,12 +29,12 @@ def replace_methods(
     names = list(replacements(optimizer))
     check_methods(optimizer, members, names, purpose=purpose, instead=instead)
 
-    def put_back() -> None:
+    def restore() -> None:
         for member in members:
             for name in names:
                 vars(member).pop(name, None)
 
-    with EnsureUndo(put_back):
+    with EnsureUndo(restore):
         for member in members:
             vars(member).update(replacements(member))
         yield

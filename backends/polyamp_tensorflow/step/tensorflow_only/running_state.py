@@ -44,6 +44,6 @@ def restore_running_states(running: Sequence[RunningState], *, with_rng: bool) -
 
     def write(_: replicas.ReplicaRun, values: list[dict[str, Any]]) -> None:
         for each, before in zip(running, values, strict=True):
-            each.state.put_back(before)
+            each.state.restore_running_state(before)
 
     replicas.merge_replica_calls(write, [each.values_before(with_rng=with_rng) for each in running])

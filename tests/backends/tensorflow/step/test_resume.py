@@ -60,7 +60,9 @@ def test_s22_a_negative_count_of_a_native_optimizer_changes_nothing(tmp_path: Pa
 
 def everywhere(state: Any, strategy: Any) -> list[list[bytes]]:
     """The bytes of every variable, a list for each replica."""
-    held = [strategy.experimental_local_results(native_variable(variable)) for variable in state._everything().values()]
+    held = [
+        strategy.experimental_local_results(native_variable(variable)) for variable in state._named_variables().values()
+    ]
     return [[np.asarray(copies[replica]).tobytes() for copies in held] for replica in range(len(held[0]))]
 
 

@@ -14,7 +14,7 @@ from polyamp_tensorflow.compat import variable_index
 
 
 @dataclasses.dataclass
-class UpdateVariables:
+class ScalerState:
     """Variables of a `LossScaleOptimizer`. Those with a default are created by `build`.
 
     Attributes:
@@ -56,7 +56,7 @@ class ApplyCall(NamedTuple):
 
     Attributes:
         optimizer: the `LossScaleOptimizer`.
-        owned: its variables.
+        state: its variables.
         share: share of this call's micro-batch; None if its weight is 1.
         variables: the variables with a gradient in this call; with accumulation, all.
         every: all variables of the call.
@@ -64,20 +64,20 @@ class ApplyCall(NamedTuple):
     """
 
     optimizer: Any
-    owned: UpdateVariables
+    state: ScalerState
     share: MicroBatchShare | None
     variables: list[Any]
     every: list[Any]
     unused: list[Any]
 
 
-def micro_batch_share(owned: UpdateVariables, rows: Any) -> MicroBatchShare:
+def micro_batch_share(state: ScalerState, rows: Any) -> MicroBatchShare:
     """Return the share of a micro-batch by its rows or other weight; before `build`, the share of a first one."""
     one = tf.ones_like(rows)
-    if owned.rows is None:
+    if state.rows is None:
         return MicroBatchShare(tf.where(rows > 0.0, one, 0.0), rows, one)
-    before = native_variable(owned.rows)[0]
-    before = tf.where(tf.equal(native_variable(owned.micro_step), 0) | tf.equal(before, 0.0), rows, before)
+    before = native_variable(state.rows)[0]
+    before = tf.where(tf.equal(native_variable(state.micro_step), 0) | tf.equal(before, 0.0), rows, before)
     most = tf.maximum(before, rows)
     by = tf.where(most > 0.0, most, one)  # all weights are 0 so far
     return MicroBatchShare(rows / by, most, before / by)
@@ -88,13 +88,13 @@ def next_rows(call: ApplyCall) -> Any:
     if call.share is None:
         return None
     weight, most, earlier = call.share
-    count = tf.cast(native_variable(call.owned.micro_step), tf.float32)
-    return tf.stack([most, native_variable(call.owned.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
+    count = tf.cast(native_variable(call.state.micro_step), tf.float32)
+    return tf.stack([most, native_variable(call.state.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
 
 
 def is_last_micro_batch(call: ApplyCall) -> Any:
     """Return whether a call completes the accumulation, boolean scalar."""
-    return tf.equal(native_variable(call.owned.micro_step), call.optimizer.accumulate_steps - 1)
+    return tf.equal(native_variable(call.state.micro_step), call.optimizer.accumulate_steps - 1)
 
 
 def variable_indices(call: ApplyCall, variables: Sequence[Any]) -> list[int]:
