@@ -50,9 +50,7 @@ def _commit_update(
     """
     recipe, running = state.recipe, grads.running
     asked = OptaxExtraArguments(grads.loss, values)
-    if recipe.clip_norm is not None:
-        factor = clip.clip_factor(norm, recipe.clip_norm, XP)
-        values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
+    values = jax.tree.map(clip.clip_transformation(recipe.clip_norm, norm, XP), values)
     idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
     even = state.lagging is not None and state.lagging <= idle
     params, opt_state = update_parameters(

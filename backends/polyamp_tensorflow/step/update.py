@@ -108,20 +108,12 @@ def run_optimizer(
     variables, present = [variable for variable, _ in pairs], [gradient is not None for _, gradient in pairs]
 
     def update(gradients: list[Any], norm: Any) -> None:
-        clipped = iter(clip_gradients(gradients, norm, clip_norm))
+        clipped = map(clip.clip_transformation(clip_norm, norm, XP), gradients)
         optimizer.apply([next(clipped) if own else None for own in present], variables)
 
     unused = [variable for variable, gradient in pairs if gradient is None]
     with replicas.skip_gradient_reduction(optimizer), skip_unused_parameters(optimizer, unused, warn=warn):
         run(update, [gradient for _, gradient in pairs if gradient is not None], norm)
-
-
-def clip_gradients(values: Sequence[Any], norm: Any, max_norm: float | None) -> list[Any]:
-    """Clip gradients of this norm to `max_norm`, unless it is None (S11)."""
-    if max_norm is None:
-        return list(values)
-    factor = clip.clip_factor(norm, max_norm, XP)
-    return [value * tf.cast(factor, value.dtype) for value in values]
 
 
 def _fit_gradients(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:

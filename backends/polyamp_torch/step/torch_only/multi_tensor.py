@@ -5,12 +5,13 @@ Used for the specs for which torch has no kernel that accepts the finite flag.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from polyamp.array_namespace import ArrayNamespace
+from polyamp.array_namespace import array_namespace
 from polyamp_torch.compat import (
     foreach_add,
     foreach_cos,
@@ -74,42 +75,33 @@ class TensorList:
     __rmul__ = __mul__
 
 
-class TensorListNamespace:
-    """`ArrayNamespace` over `TensorList`, with the functions that optimizer formulas use."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return TensorList([torch.where(condition, one, other) for one, other in zip(x.tensors, y.tensors, strict=True)])
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return TensorList(list(foreach_minimum(x.tensors, y.tensors)))
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return TensorList(list(foreach_maximum(x.tensors, y.tensors)))
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return TensorList([torch.full_like(tensor, value) for tensor in like.tensors])
-
-    def sqrt(self, x: Any, /) -> Any:
-        return TensorList(list(foreach_sqrt(x.tensors)))
-
-    def sign(self, x: Any, /) -> Any:
-        return TensorList(list(foreach_sign(x.tensors)))
-
-    def cos(self, x: Any, /) -> Any:
-        return TensorList(list(foreach_cos(x.tensors)))
-
-    def floor(self, x: Any, /) -> Any:
-        return TensorList(list(foreach_floor(x.tensors)))
-
-    def power(self, x: Any, y: Any, /) -> Any:
-        return _apply_foreach(foreach_pow, x, y)
-
-    def expm1(self, x: Any, /) -> Any:
-        return TensorList(list(foreach_expm1(x.tensors)))
+def _apply_foreach(kernel: Callable[..., Any], many: TensorList, *others: Operand) -> TensorList:
+    operands = (other.tensors if isinstance(other, TensorList) else other for other in others)
+    return TensorList(list(kernel(many.tensors, *operands)))
 
 
-TENSOR_LIST_XP: Final[ArrayNamespace] = TensorListNamespace()
+def _where(condition: Any, x: TensorList, y: TensorList) -> TensorList:
+    return TensorList([torch.where(condition, one, other) for one, other in zip(x.tensors, y.tensors, strict=True)])
 
 
-def _apply_foreach(kernel: Callable[..., Any], many: TensorList, other: Operand) -> TensorList:
-    return TensorList(list(kernel(many.tensors, other.tensors if isinstance(other, TensorList) else other)))
+def _asarray(value: Any, like: TensorList) -> TensorList:
+    return TensorList([torch.full_like(tensor, value) for tensor in like.tensors])
+
+
+_KERNELS: Final = {
+    "minimum": foreach_minimum,
+    "maximum": foreach_maximum,
+    "sqrt": foreach_sqrt,
+    "sign": foreach_sign,
+    "cos": foreach_cos,
+    "floor": foreach_floor,
+    "power": foreach_pow,
+    "expm1": foreach_expm1,
+}
+TENSOR_LIST_XP: Final = array_namespace(
+    torch,
+    _asarray,
+    where=_where,
+    **{name: functools.partial(_apply_foreach, kernel) for name, kernel in _KERNELS.items()},
+)
+"""The array namespace of tensor lists."""

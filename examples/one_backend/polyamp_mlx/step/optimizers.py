@@ -40,14 +40,14 @@ def update_parameters(
         chosen: (new, old) -> the one that the step's decision selects.
     """
     recipe = state.recipe
-    factor = 1.0 if recipe.clip_norm is None else clip.clip_factor(measured.norm, recipe.clip_norm, XP)
+    clipped = clip.clip_transformation(recipe.clip_norm, measured.norm, XP)
     rates = [member.rate(state.step, XP) for member in state.groups.distinct]
     parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
     for path, value in grads.values.items():
         if value is None:
             continue
         old, count = parameters[path], counts[path] + 1
-        wide, grad = old.astype(mx.float32), value.astype(mx.float32) * factor
+        wide, grad = old.astype(mx.float32), clipped(value.astype(mx.float32))
         spec, rate = state.groups.of(path).spec, rates[state.groups.numbers[path]]
         new, moved = spec.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
         parameters[path] = chosen(new, old)
