@@ -83,6 +83,22 @@ def test_s09_parts_equal_one_device(make_kind: Any, kind: str, where: str) -> No
     assert step._run["jax"]._call._cache_size() == 1  # type: ignore[attr-defined]
 
 
+def test_s09_a_slot_that_is_a_number_stays_on_all_devices(make_kind: Any) -> None:
+    made = make_kind("function")
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.nadam(1e-2, eps=1e-3), clip_norm=0.5)
+    alone = polyamp.init(made.model, recipe, **made.options)
+    state = polyamp.init(put(made.model, PLACES["both"][0](), PLACES["both"][1]), recipe, **made.options)
+    places = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    assert all(place.num_devices == 4 for place in places)
+    step, one = (polyamp.train_step(loss_fn, recipe) for _ in range(2))
+    for number in range(5):
+        state, _ = step(state, whole_batch(number))
+        alone, _ = one(alone, whole_batch(number))
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == places
+    assert apart(state.params, alone.params) < 1e-6
+    assert apart(state.opt_state, alone.opt_state) < 1e-5
+
+
 def test_s21_a_mixed_policy_on_four_devices_is_as_close_to_float32(make_kind: Any) -> None:
     ends = {}
     for policy, on in [("float32", None), ("mixed_float16", None), ("mixed_float16", mesh())]:

@@ -36,6 +36,7 @@ SPECS = {
     "lion": polyamp.lion(1e-3, weight_decay=0.1),
     "rmsprop": polyamp.rmsprop(1e-3),
     "adagrad": polyamp.adagrad(1e-2),
+    "nadam": polyamp.nadam(1e-2),
 }
 
 
