@@ -17,10 +17,10 @@ from polyamp.parity.trace.observer import HasObserver
 SOURCE, TARGET = layers(), layers(seed=7)
 
 
-def comparison_recipe(policy: str = "mixed_bfloat16", **settings: Any) -> polyamp.Recipe:
+def comparison_recipe(**settings: Any) -> polyamp.Recipe:
     """Moments, decay and a clip."""
     settings.setdefault("optimizer", polyamp.adamw(0.05, weight_decay=0.1))
-    return recipe(policy, clip_norm=1.0, **settings)
+    return recipe("mixed_bfloat16", clip_norm=1.0, **settings)
 
 
 def other_loss(model: Any, data: Any) -> Any:

@@ -333,7 +333,7 @@ def count_line(found: Sequence[LossCount]) -> str:
     return next((item.line for item in found if item.count is not None), MASK_COUNT_LINE)
 
 
-def warn_unclear_count(loss_fn: Any, line: str, *, stacklevel: int = 2) -> None:
+def warn_unclear_count(loss_fn: Any, line: str) -> None:
     """Warn once per `loss_fn` that micro-batches and replicas count by their rows although its losses do not.
 
     Args:
@@ -353,7 +353,7 @@ def warn_unclear_count(loss_fn: Any, line: str, *, stacklevel: int = 2) -> None:
         f"polyamp.train_step(loss_fn, recipe, weight=lambda batch: {line}), or return polyamp.losses.Mean(total, "
         "count) and add to that.",
         UserWarning,
-        stacklevel=stacklevel,
+        stacklevel=2,
     )
 
 

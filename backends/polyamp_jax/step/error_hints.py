@@ -89,11 +89,19 @@ def explain_error(error: Exception, batch: Any, *, casts: bool = False) -> Polya
 
 
 def other_process_error(error: Exception) -> ReplicaError | None:
-    """Return the error to raise in place of a failed collective's, or None for any other error."""
-    return (
-        _ended_process_error(error)
-        if _COLLECTIVE_ERROR_PATTERN.search(str(error)) and jax.process_count() > 1
-        else None
+    """Return the error to raise in place of a failed collective's, or None for any other error.
+
+    With two processes the other one is named. With more, JAX does not report which one until its service misses it.
+    """
+    if not _COLLECTIVE_ERROR_PATTERN.search(str(error)) or jax.process_count() == 1:
+        return None
+    others = [number for number in range(jax.process_count()) if number != jax.process_index()]
+    names = format_ranks(others).replace("ranks", "processes").replace("rank", "process")
+    reason = "ended, raised or was killed" if len(others) == 1 else "did not all take part: one ended, raised or died"
+    return ReplicaError(
+        f"{names} {reason}: a collective of process {jax.process_index()} failed ({format_error(error, 200)}). Look at "
+        "what the others printed. Start all processes again and polyamp.restore the last checkpoint: this state is not "
+        "to be used again."
     )
 
 
@@ -152,23 +160,4 @@ def _registration_hint(leaf: Any) -> str:
         f"Make it known to JAX with @jax.tree_util.register_dataclass above class {type(leaf).__name__}, or "
         "use a dict or "
         "a NamedTuple."
-    )
-
-
-def _join_process_names(processes: list[int]) -> str:
-    return format_ranks(processes).replace("ranks", "processes").replace("rank", "process")
-
-
-def _ended_process_error(error: Exception) -> ReplicaError:
-    """Return the error for an ended process.
-
-    With two processes it is the other one. With more, JAX does not report which one until its service misses it.
-    """
-    others = [number for number in range(jax.process_count()) if number != jax.process_index()]
-    return ReplicaError(
-        f"{_join_process_names(others)} "
-        f"{'ended, raised or was killed' if len(others) == 1 else 'did not all take part: one ended, raised or died'}: "
-        f"a collective of process {jax.process_index()} failed ({format_error(error, 200)}). Look at what the others "
-        "printed. Start all processes again and polyamp.restore the last checkpoint: this state is not to be used "
-        "again."
     )

@@ -128,7 +128,7 @@ class JaxShardedState:
 
     def write(self, folder: Path, more: Mapping[str, Array]) -> None:
         orbax = _import_orbax()
-        tree = {name: self._written(leaf) for name, leaf in self._leaves.items() if _element_count(_array_form(leaf))}
+        tree = {name: self._storable(leaf) for name, leaf in self._leaves.items() if _element_count(_array_form(leaf))}
         with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save((folder / _ORBAX_FOLDER).absolute(), args=orbax.args.PyTreeSave(tree))
 
@@ -138,7 +138,7 @@ class JaxShardedState:
         empty = {
             name: np.zeros(form.shape, _array_dtype(form)) for name, form in forms.items() if not _element_count(form)
         }
-        how = {name: self._how(orbax, name, form) for name, form in stored.items()}
+        arguments = {name: self._restore_arguments(orbax, name, form) for name, form in stored.items()}
         item = {name: shape_struct(form.shape, _array_dtype(form)) for name, form in stored.items()}
         path = (folder / _ORBAX_FOLDER).absolute()
         try:
@@ -146,7 +146,7 @@ class JaxShardedState:
                 tree = checkpointer.metadata(path).item_metadata.tree
                 found = {name: ArrayForm(str(array.dtype), tuple(array.shape)) for name, array in tree.items()}
                 check_array_forms(folder, found, stored)
-                args = orbax.args.PyTreeRestore(item=item, restore_args=how)
+                args = orbax.args.PyTreeRestore(item=item, restore_args=arguments)
                 read: dict[str, Any] = checkpointer.restore(path, args=args)
         except CheckpointError:
             raise
@@ -157,11 +157,11 @@ class JaxShardedState:
     def new_stream(self, name: str, seed: int) -> Array:
         raise NotImplementedError("JAX's keys are the same for all processes")
 
-    def _written(self, leaf: Any) -> Any:
+    def _storable(self, leaf: Any) -> Any:
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
         return data if self.processes.count == 1 or _is_shared(data) else np.array(data)  # host-local: of process 0
 
-    def _how(self, orbax: Any, name: str, form: ArrayForm) -> Any:
+    def _restore_arguments(self, orbax: Any, name: str, form: ArrayForm) -> Any:
         """Return the restore arguments of an array: to the sharding of the state's own array, or whole to the host."""
         leaf = self._leaves.get(name)
         if leaf is None or not leaf.ndim or is_key(leaf) or not leaf.committed:

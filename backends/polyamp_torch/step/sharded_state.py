@@ -74,27 +74,28 @@ class TorchShardedState:
     def read(self, folder: Path, forms: Mapping[str, ArrayForm]) -> dict[str, Any]:
         from polyamp_torch.distributed import checkpoint_io
 
-        targets = {name: self._memory(name, form) for name, form in forms.items()}
+        targets = {name: self._empty_tensor(name, form) for name, form in forms.items()}
         checkpoint_io.read_tensors(folder, forms, targets, self._group)
-        return {name: self._read(name, target) for name, target in targets.items()}
+        return {name: self._restored_value(name, target) for name, target in targets.items()}
 
     def new_stream(self, name: str, seed: int) -> Array:
         device = "cpu" if name == "rng/cpu" else self._state.device
         return to_numpy(torch.Generator(device).manual_seed(seed).get_state())
 
-    def _memory(self, name: str, form: ArrayForm) -> torch.Tensor:
+    def _empty_tensor(self, name: str, form: ArrayForm) -> torch.Tensor:
         """Return memory for an array to be read, sharded as in the state.
 
         If the optimizer creates its arrays only in its first step, the array is sharded as its parameter."""
-        held: Any = self._tensors.get(name)
-        if held is None and name.startswith("optimizer/state/") and form.shape:
-            held = self._owner(name, form)
+        tensor: Any = self._tensors.get(name)
+        if tensor is None and name.startswith("optimizer/state/") and form.shape:
+            tensor = self._sharded_parameter(name, form)
         dtype = getattr(torch, form.dtype) if form.dtype not in DTYPES else DTYPES[form.dtype]
-        if is_sharded(held):
-            return torch.empty_like(held, dtype=dtype)
+        if is_sharded(tensor):
+            return torch.empty_like(tensor, dtype=dtype)
         return torch.empty(form.shape, dtype=dtype)
 
-    def _owner(self, name: str, form: ArrayForm) -> Any:
+    def _sharded_parameter(self, name: str, form: ArrayForm) -> Any:
+        """Return the parameter that an array of the optimizer belongs to, if it is sharded."""
         owner = name.removeprefix("optimizer/state/").rpartition("/")[0]
         parameter = state_arrays.state_parameters(self._state).get(owner)
         if parameter is None or not is_sharded(parameter):
@@ -106,7 +107,8 @@ class TorchShardedState:
             )
         return parameter
 
-    def _read(self, name: str, target: torch.Tensor) -> Any:
+    def _restored_value(self, name: str, target: torch.Tensor) -> Any:
+        """Return an array as `import_state` takes it: small ones as NumPy arrays."""
         small = not target.shape or name in self.own or "#" in name.rpartition("/")[2]
         return to_numpy(target) if not is_sharded(target) and (small or _is_group_option(name, target)) else target
 

@@ -65,7 +65,7 @@ CORE_FLOORS = (
     ("porting",),
     ("parity",),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
-    ("conformance", "testing", "demo", "reference"),
+    ("conformance", "demo", "reference"),
     ("cli",),
     ("__main__",),
 )

@@ -285,7 +285,7 @@ def killed(rank: int, folder: str, when: str) -> str:
     if rank == 0 and when == "before the manifest":
         sharded_checkpoint.write_atomically = die
     if rank == 0 and when == "after the manifest":
-        sharded_checkpoint._remove_old_data = lambda path, kept: die() if _moved(path) else None
+        sharded_checkpoint._remove_old_data = lambda path, keep: die() if _moved(path) else None
     try:
         polyamp.save(state, f"{folder}/{when}")
     except ReplicaError as error:

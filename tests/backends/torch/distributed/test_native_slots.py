@@ -32,9 +32,9 @@ def restored(rank: int, world: int, folder: str) -> dict[str, Any]:
     again, step_again = fresh()
     with sharded_state(again) as parts:
         form = ArrayForm("float32", tuple(again.parameters["0/weight"].shape))
-        memory = parts._memory("optimizer/state/0/weight/exp_avg", form)  # type: ignore[attr-defined]  # of its class
+        memory = parts._empty_tensor("optimizer/state/0/weight/exp_avg", form)  # type: ignore[attr-defined]  # of its class
         try:
-            parts._memory("optimizer/state/0/weight/rows", ArrayForm("float32", (5,)))  # type: ignore[attr-defined]
+            parts._empty_tensor("optimizer/state/0/weight/rows", ArrayForm("float32", (5,)))  # type: ignore[attr-defined]
             refused = ""
         except CheckpointError as error:
             refused = str(error)
