@@ -21,7 +21,7 @@ from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
 from polyamp_torch.integrations import accelerate_sharded
 from polyamp_torch.integrations.loop_scaler import LoopRegion, LoopSettings, require_extra
-from polyamp_torch.precision.torch_only.autocast_shield import shield
+from polyamp_torch.precision.torch_only.autocast_regions import shield
 
 with require_extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations
@@ -78,15 +78,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
                 os.environ.get(_PRECISION_VARIABLE, "no") if word is None else str(word)
             )  # it may be an enumeration
             word = None
-        checked = LoopSettings.checked(policy, scaler, "cpu", where="Accelerate")  # before Accelerate's own setup
+        checked = LoopSettings.create(policy, scaler, "cpu", library="Accelerate")  # before Accelerate's own setup
         self._word: Final = _ACCELERATE_PRECISIONS[checked.policy.compute]
         _check_options(options, word, self._word)
         plugin = accelerate_sharded.fsdp_plugin_from_options(options)
         super().__init__(mixed_precision="no", **{**options, "fsdp_plugin": plugin})  # its autocast and scaler stay off
         accelerate_sharded.configure_sharding(self.state, plugin)
-        self.settings: Final = LoopSettings.checked(policy, scaler, self.device.type, where="Accelerate")
+        self.settings: Final = LoopSettings.create(policy, scaler, self.device.type, library="Accelerate")
         self.scaler = self.settings.scaler
-        self._installed: dict[nn.Module, contextlib.ExitStack] = {}
+        self._cleanups: dict[nn.Module, contextlib.ExitStack] = {}
 
     @property
     def mixed_precision(self) -> str:
@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         if not self.is_fsdp2:
             return super().prepare(*args, **kwargs)
         models = {at: item for at, item in enumerate(args) if isinstance(item, nn.Module)}
-        new = [at for at, model in models.items() if not self._entered(model)]
+        new = [at for at, model in models.items() if not self._apply_policy(model)]
         try:
             accelerate_sharded.set_mixed_precision_policy(self.state.fsdp_plugin, self.settings.policy)
             prepared = super().prepare(*args, **kwargs)
@@ -117,21 +117,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
                 self.settings.check_sharding(model)
         except BaseException:
             for at in new:
-                self._installed.pop(models[at], contextlib.ExitStack()).close()
+                self._cleanups.pop(models[at], contextlib.ExitStack()).close()
             raise
         for at in new:
-            self._remembered(prepared[at] if len(args) > 1 else prepared, inside=models[at])
+            self._add_snapshot_hook(prepared[at] if len(args) > 1 else prepared, inside=models[at])
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model as Accelerate does, with its forward pass under the policy."""
-        known = self._entered(model)
+        known = self._apply_policy(model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if not known:
-            self._remembered(prepared, inside=model)
+            self._add_snapshot_hook(prepared, inside=model)
         return prepared
 
-    def _entered(self, model: nn.Module) -> bool:
+    def _apply_policy(self, model: nn.Module) -> bool:
         """Put the model under the policy; return whether this Accelerator had already done so.
 
         Raises:
@@ -143,31 +143,31 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
                 f"the model is already prepared under {under}. Call free_memory(), or unwrap_model(model, "
                 "keep_fp32_wrapper=False), of the Accelerator that did it."
             )
-        known = model in self._installed  # if not, another Accelerator may have put it under the same policy
+        known = model in self._cleanups  # if not, another Accelerator may have put it under the same policy
         if under is None:
-            self._put_under_policy(model)
+            self._wrap_forward(model)
         return known
 
-    def _remembered(self, prepared: nn.Module, *, inside: nn.Module) -> None:
+    def _add_snapshot_hook(self, prepared: nn.Module, *, inside: nn.Module) -> None:
         """Save running statistics before each forward pass, by a hook on the outer module, outside torch.compile."""
         if self.scaler is None:
             return
         settings = self.settings
 
-        def remember(module: nn.Module, args: Any) -> None:
-            settings.remember(module)
+        def snapshot(module: nn.Module, args: Any) -> None:
+            settings.snapshot_buffers(module)
 
-        handle = prepared.register_forward_pre_hook(remember)
-        self._installed.setdefault(inside, contextlib.ExitStack()).callback(handle.remove)
+        handle = prepared.register_forward_pre_hook(snapshot)
+        self._cleanups.setdefault(inside, contextlib.ExitStack()).callback(handle.remove)
 
-    def _put_under_policy(self, model: nn.Module) -> None:
+    def _wrap_forward(self, model: nn.Module) -> None:
         settings, before, replaced = self.settings, model.forward, vars(model).get("forward")
         function = getattr(before, "__func__", None)  # unbound where possible, so that a deep copy runs its own
-        bound = settings.bound(model)
+        modules = settings.policy_modules(model)
 
         @functools.wraps(before)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = bound if self is model else settings.bound(self)
+            own = modules if self is model else settings.policy_modules(self)
             with settings.region(own):
                 output = function(self, *args, **kwargs) if function is not None else before(*args, **kwargs)
             for item in own:
@@ -175,25 +175,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
             return cast_tree(output, settings.plan.output, float64=settings.plan.float64)
 
         forward.under_policy = settings.policy  # type: ignore[attr-defined]  # read by prepare_model
-        installed = self._installed[model] = contextlib.ExitStack()
+        cleanup = self._cleanups[model] = contextlib.ExitStack()
         vars(model)["forward"] = MethodType(forward, model)
         if replaced is not None:
-            installed.callback(vars(model).__setitem__, "forward", replaced)
+            cleanup.callback(vars(model).__setitem__, "forward", replaced)
         else:
-            installed.callback(vars(model).pop, "forward")
+            cleanup.callback(vars(model).pop, "forward")
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args: Any, **kwargs: Any) -> Any:
         """Return the unwrapped model; with `keep_fp32_wrapper=False` also remove the policy."""
         unwrapped = super().unwrap_model(model, keep_fp32_wrapper, *args, **kwargs)
         if not keep_fp32_wrapper:
             inner = uncompiled_module(unwrapped)
-            self._installed.pop(inner, contextlib.ExitStack()).close()
+            self._cleanups.pop(inner, contextlib.ExitStack()).close()
         return unwrapped
 
     def free_memory(self, *objects: Any) -> Any:
         """Free memory as Accelerate does, and remove the policy from all models."""
-        while self._installed:
-            self._installed.popitem()[1].close()
+        while self._cleanups:
+            self._cleanups.popitem()[1].close()
         return super().free_memory(*objects)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,8 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerat
 
     def step(self, closure: Any = None) -> None:
         """Step through the scaler, as Accelerate does."""
-        if not self.scaler.awaits(self.optimizer) and accelerate_sharded.is_state_initialization(self.optimizer):
+        waits = self.scaler.has_scaled_loss(self.optimizer)
+        if not waits and accelerate_sharded.is_state_initialization(self.optimizer):
             self.optimizer.step(closure)
         else:
             super().step(closure)
@@ -237,7 +238,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerat
     @property
     def step_was_skipped(self) -> bool:
         """True when the last step was skipped; reading it waits for the device."""
-        return bool(self.scaler.skipped(self.optimizer))
+        return bool(self.scaler.has_skipped(self.optimizer))
 
     @property
     def _is_overflow(self) -> bool:

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
@@ -20,7 +19,7 @@ from polyamp_torch.compat import has_found_inf_support
 from polyamp_torch.integrations.loop_clipping import clip_by_norm, group_by_mesh
 from polyamp_torch.integrations.loop_scaler import LoopSettings, require_extra
 from polyamp_torch.precision.policy_module import PolicyModule
-from polyamp_torch.precision.torch_only.autocast_shield import shield
+from polyamp_torch.precision.torch_only.autocast_regions import shield
 
 with require_extra("lightning"):
     import lightning.pytorch as pl
@@ -36,7 +35,27 @@ _WEIGHT_AVERAGING: Final[Any] = getattr(
 )  # newer than the oldest supported Lightning
 
 
-class MixedPrecision(trainer_plugins.MixedPrecision):
+class _PolicyPrecision:
+    """Shared parts of the two plugins.
+
+    Attributes:
+        settings: the checked policy and scaler.
+    """
+
+    settings: LoopSettings
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True when the last optimizer step was skipped; reading it waits for the device."""
+        return self.settings.step_was_skipped
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass with the policy's float32 matmul precision, outside all autocast regions."""
+        with self.settings.matmul_precision(), shield():
+            super().backward(*args, **kwargs)  # type: ignore[misc]  # the plugin's
+
+
+class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
     """Precision plugin for the Trainer: `Trainer(plugins=MixedPrecision("mixed_float16"))`.
 
     The whole `training_step` runs under the policy. In automatic optimization, a step whose gradients overflow does
@@ -63,34 +82,29 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
     """
 
     def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
-        settings = LoopSettings.checked(policy, scaler, device, where="Lightning's Trainer")
+        settings = LoopSettings.create(policy, scaler, device, library="Lightning's Trainer")
         if settings.policy.output != "float32":
             raise UnsupportedError(
                 "Lightning's Trainer runs training_step as a whole, which has no output to cast. Received: "
                 f"output={settings.policy.output!r}. Use output='float32', and cast in training_step."
             )
-        self.settings: Final = settings
+        self.settings = settings
         self.precision = _LIGHTNING_PRECISIONS[settings.policy.compute]
         self.device = settings.device
         self.scaler = settings.scaler
         self._module: pl.LightningModule | None = None
-        self._bound: list[PolicyModule] = []
-        self._held_back = contextlib.ExitStack()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """True when the last optimizer step was skipped; reading it waits for the device."""
-        return self.settings.step_was_skipped
+        self._policy_modules: list[PolicyModule] = []
+        self._patches = contextlib.ExitStack()
 
     def forward_context(self) -> Any:
         """Return the policy's autocast region, a `torch.autocast`."""
-        return self.settings.region(self._bound)
+        return self.settings.region(self._policy_modules)
 
     autocast_context_manager = forward_context
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return the module unchanged; the policy's overrides are installed while it runs."""
-        self._bound = self.settings.bound(module)
+        self._policy_modules = self.settings.policy_modules(module)
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
@@ -100,17 +114,17 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
             raise UnsupportedError(f"a LightningModule is expected. Received: {type(module).__name__}.")
         self.settings.check_device(module)
         self.settings.check_sharding(module)
-        self._held_back.close()
+        self._patches.close()
         if self.scaler is not None and module.automatic_optimization:
             self._module = module
-            self._hold_back([item.scheduler for item in lr_schedulers if item.interval == "step"])
+            self._suspend_schedulers([item.scheduler for item in lr_schedulers if item.interval == "step"])
         if self.scaler is not None:
             with contextlib.suppress(RuntimeError):  # connected manually, without a trainer
                 trainer: Any = module.trainer
-                self._hold_back_averages(trainer.callbacks)
+                self._suspend_weight_averaging(trainer.callbacks)
         return super().connect(model, optimizers, lr_schedulers)
 
-    def _hold_back(self, schedulers: list[Any]) -> None:
+    def _suspend_schedulers(self, schedulers: list[Any]) -> None:
         """Shadow the module's `lr_scheduler_step` hook, which runs after the optimizer's step, until `teardown`."""
         module: Any = self._module
         hook: Callable[[Any, Any], None] = module.lr_scheduler_step
@@ -120,16 +134,16 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
                 hook(scheduler, metric)
 
         module.lr_scheduler_step = lr_scheduler_step
-        self._held_back.callback(vars(module).pop, "lr_scheduler_step", None)
+        self._patches.callback(vars(module).pop, "lr_scheduler_step", None)
 
-    def _hold_back_averages(self, callbacks: list[Any]) -> None:
+    def _suspend_weight_averaging(self, callbacks: list[Any]) -> None:
         """Shadow `should_update` of the callbacks that average weights after every step that Lightning counts."""
         for callback in callbacks:
             if isinstance(callback, _WEIGHT_AVERAGING):
-                self._held_back.callback(vars(callback).pop, "should_update", None)
-                vars(callback)["should_update"] = self._unless_skipped(callback.should_update)
+                self._patches.callback(vars(callback).pop, "should_update", None)
+                vars(callback)["should_update"] = self._update_unless_skipped(callback.should_update)
 
-    def _unless_skipped(self, ask: Callable[..., bool]) -> Callable[..., bool]:
+    def _update_unless_skipped(self, ask: Callable[..., bool]) -> Callable[..., bool]:
         def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             after_skip = step_idx is not None and self.step_was_skipped
             return not after_skip and ask(step_idx=step_idx, epoch_idx=epoch_idx)
@@ -138,24 +152,19 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
 
     def teardown(self) -> None:
         """Release the module, and remove the changes that `connect` made to it and its trainer."""
-        self._held_back.close()
-        self._module, self._bound = None, []
+        self._patches.close()
+        self._module, self._policy_modules = None, []
         super().teardown()
 
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
         """Context manager of a training step: saves the running statistics, then opens the policy's region."""
         if self._module is not None:
-            self.settings.remember(self._module)
+            self.settings.snapshot_buffers(self._module)
         with self.forward_context():
             yield
-        for bound in self._bound:
+        for bound in self._policy_modules:
             bound.check_overrides_ran()
-
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass with the policy's float32 matmul precision, outside all autocast regions."""
-        with self.settings.matmul_precision(), shield():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]  # the Trainer's plugins take more than Fabric's, their base class
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -170,7 +179,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         self.settings.check_optimizer(optimizer)
 
-        def unscaled() -> Any:
+        def run_closure() -> Any:
             """Run the closure, then unscale for fused optimizers too, so that their gradients can be clipped.
 
             Lightning itself unscales after the closure, but not for fused optimizers."""
@@ -180,7 +189,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
                 scaler.unscale_(optimizer)
             return result
 
-        return super().optimizer_step(optimizer, model, unscaled, **kwargs)
+        return super().optimizer_step(optimizer, model, run_closure, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip by norm or by value. Gradients are already unscaled, also for fused optimizers."""
@@ -196,7 +205,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
             nn.utils.clip_grad_value_(alike, clip_val)
 
 
-class FabricPrecision(fabric_plugins.MixedPrecision):
+class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
     """Precision plugin for Fabric: `Fabric(plugins=FabricPrecision("mixed_float16"))`.
 
     Models from `fabric.setup` run under the policy. Their inputs are not cast in advance: operations cast them, so that
@@ -219,25 +228,20 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
     """
 
     def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
-        settings = LoopSettings.checked(policy, scaler, device, where="Fabric")
-        self.settings: Final = settings
+        settings = LoopSettings.create(policy, scaler, device, library="Fabric")
+        self.settings = settings
         self.precision = _LIGHTNING_PRECISIONS[settings.policy.compute]
         self.device = settings.device
         self.scaler = settings.scaler
         self._modules: list[nn.Module] = []
         self._unchecked: list[nn.Module] = []
-        self._bound: list[PolicyModule] = []
+        self._policy_modules: list[PolicyModule] = []
         self._hooks = contextlib.ExitStack()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """True when the last optimizer step was skipped; reading it waits for the device."""
-        return self.settings.step_was_skipped
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return the module unchanged; overrides, which must match in every module, are installed while it runs."""
-        for bound in self.settings.bound(module):
-            self._bound.append(bound)
+        for bound in self.settings.policy_modules(module):
+            self._policy_modules.append(bound)
             handle = module.register_forward_hook(lambda *_, bound=bound: bound.check_overrides_ran())
             self._hooks.callback(handle.remove)
         self._modules.append(module)
@@ -247,7 +251,7 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
     def teardown(self) -> None:
         """Release the modules."""
         self._hooks.close()
-        self._modules, self._unchecked, self._bound = [], [], []
+        self._modules, self._unchecked, self._policy_modules = [], [], []
         super().teardown()
 
     def forward_context(self) -> Any:
@@ -257,8 +261,8 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
             self.settings.check_device(module)
             self.settings.check_sharding(module)
         for module in self._modules:
-            self.settings.remember(module)
-        return self.settings.region(self._bound)
+            self.settings.snapshot_buffers(module)
+        return self.settings.region(self._policy_modules)
 
     def convert_input(self, data: Any) -> Any:
         """Return the inputs unchanged."""
@@ -267,11 +271,6 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
     def convert_output(self, data: Any) -> Any:
         """Return the outputs with floating-point tensors in the policy's output dtype."""
         return cast_tree(data, self.settings.plan.output)
-
-    def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of the scaled loss with the policy's float32 matmul precision, outside all regions."""
-        with self.settings.matmul_precision(), shield():
-            super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, or skip.

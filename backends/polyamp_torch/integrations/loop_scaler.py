@@ -66,10 +66,10 @@ class LoopSettings(NamedTuple):
     outside: Policy
 
     @classmethod
-    def checked(
-        cls, policy: Policy | str, scaler: LossScaler | str | None, device: str | None, *, where: str
+    def create(
+        cls, policy: Policy | str, scaler: LossScaler | str | None, device: str | None, *, library: str
     ) -> LoopSettings:
-        """Return the settings, after checking that the loop named by `where` supports them.
+        """Return the settings, after checking that the loop of `library` supports them.
 
         Raises:
             UnsupportedError: the policy has `mode="cast"`, or parameters that are not float32.
@@ -80,12 +80,12 @@ class LoopSettings(NamedTuple):
         check_supported(registry.get("torch"), policy)
         if policy.mode == "cast":
             raise UnsupportedError(
-                f"{where} runs the model itself, so nothing can be cast at the model's boundary. Received: "
+                f"{library} runs the model itself, so nothing can be cast at the model's boundary. Received: "
                 "mode='cast'. Use policy.replace(mode='autocast'), or polyamp.train_step."
             )
         if policy.param != "float32":
             raise UnsupportedError(
-                f"{where} keeps the model's float32 parameters as masters. Received: param={policy.param!r}. Use "
+                f"{library} keeps the model's float32 parameters as masters. Received: param={policy.param!r}. Use "
                 "param='float32', or convert the model and run it without a precision of polyamp's."
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,24 +97,24 @@ class LoopSettings(NamedTuple):
         """True when the last optimizer step was skipped; reading it waits for the device."""
         return self.scaler is not None and bool(self.scaler.step_was_skipped)
 
-    def bound(self, module: nn.Module) -> list[PolicyModule]:
+    def policy_modules(self, module: nn.Module) -> list[PolicyModule]:
         """Return the policy module for `region` if the policy has overrides, else an empty list."""
         if not self.policy.overrides:
             return []
         return [PolicyModule(module, resolve_policy(module, self.policy), torch.device(self.device))]
 
-    def region(self, bound: Sequence[PolicyModule] = (), *, enabled: bool = True) -> LoopRegion:
+    def region(self, modules: Sequence[PolicyModule] = (), *, enabled: bool = True) -> LoopRegion:
         """Return the policy's autocast region for one forward pass, with its overrides installed in modules."""
-        return LoopRegion(self, bound if enabled else (), enabled=enabled)
+        return LoopRegion(self, modules if enabled else (), enabled=enabled)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager with the policy's precision of float32 matrix products, for a backward pass."""
         return matmul_precision(self.plan.float32_matmul)
 
-    def remember(self, module: nn.Module) -> None:
+    def snapshot_buffers(self, module: nn.Module) -> None:
         """Save the running statistics before a forward pass in training mode updates them."""
         if self.scaler is not None and module.training and torch.is_grad_enabled():
-            self.scaler.remember(module)
+            self.scaler.snapshot_buffers(module)
 
     def check_device(self, module: nn.Module) -> None:
         """Raise if a module is on another device than the region and the scaler."""
@@ -143,19 +143,19 @@ class LoopRegion(autocast):
 
     Args:
         settings: the policy, with or without overrides, and the device.
-        bound: the modules in which the overrides are installed inside.
+        modules: the modules in which the overrides are installed inside.
         enabled: False for a region with autocast off.
     """
 
-    def __init__(self, settings: LoopSettings, bound: Sequence[PolicyModule] = (), *, enabled: bool = True) -> None:
+    def __init__(self, settings: LoopSettings, modules: Sequence[PolicyModule] = (), *, enabled: bool = True) -> None:
         super().__init__(settings.outside, settings.device, enabled=enabled)
         self.policy = settings.policy
-        self._bound = bound
+        self._modules = modules
         self._installed: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            for module in self._bound:
+            for module in self._modules:
                 stack.enter_context(module.installed())
             super().__enter__()
             self._installed.append(stack.pop_all())
@@ -179,26 +179,26 @@ class LoopScaler(GradScaler):
 
     def __init__(self, scaler: LossScaler, *, device: str) -> None:
         super().__init__(scaler, device=device)
-        self._forget()
+        self._reset_loop()
 
-    def _forget(self) -> None:
+    def _reset_loop(self) -> None:
         self._update_is_due = False
         self._unscaled: set[int] = set()
         self._flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._remembered: dict[nn.Module, buffers.BufferSnapshot] = {}
+        self._snapshots: dict[nn.Module, buffers.BufferSnapshot] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
-        own = ("_update_is_due", "_unscaled", "_flags", "_remembered")
+        self._apply_update()
+        own = ("_update_is_due", "_unscaled", "_flags", "_snapshots")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._reset_loop()
 
     def scale(self, outputs: Any) -> Any:
         """Return the scaled loss, after any deferred update."""
-        self._settle()
+        self._apply_update()
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -222,17 +222,17 @@ class LoopScaler(GradScaler):
             raise GradientError("step() found no gradients in the optimizer's parameters. Run a backward pass first.")
         (flag,) = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
         self._flags[optimizer] = flag
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._remembered else set()
-        for module in list(self._remembered):
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._snapshots else set()
+        for module in list(self._snapshots):
             if any(id(p) in trained for _, p in tree_parameters(module)):
-                buffers.commit_or_rollback(self._remembered.pop(module), flag == 0.0)
+                buffers.commit_or_rollback(self._snapshots.pop(module), flag == 0.0)
         return result
 
-    def awaits(self, optimizer: torch.optim.Optimizer) -> bool:
+    def has_scaled_loss(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a loss was scaled since this optimizer's last step."""
         return self._loop.record_of(optimizer).last_call < self._loop.calls
 
-    def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+    def has_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last step of this optimizer was skipped; waits for the device."""
         return optimizer in self._flags and bool(self._flags[optimizer] > 0.0)
 
@@ -245,25 +245,25 @@ class LoopScaler(GradScaler):
 
     def get_scale(self) -> float:
         """Return the scale that the next loss is multiplied by; waits for the device."""
-        self._settle()
+        self._apply_update()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, after any deferred update."""
-        self._settle()
+        self._apply_update()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; drop deferred updates and saved running statistics."""
-        self._forget()
+        self._reset_loop()
         super().load_state_dict(state_dict)
 
-    def remember(self, module: nn.Module) -> None:
+    def snapshot_buffers(self, module: nn.Module) -> None:
         """Save the values of a module's buffers before the first forward pass of an update."""
-        if module not in self._remembered:
-            self._remembered[module] = buffers.snapshot(module)
+        if module not in self._snapshots:
+            self._snapshots[module] = buffers.snapshot(module)
 
-    def _settle(self) -> None:
+    def _apply_update(self) -> None:
         if self._update_is_due:
             self._update_is_due = False
             self._unscaled.clear()

@@ -220,12 +220,7 @@ CUDA_RULE_BY_FUNCTION: Final[dict[TorchFunction, OpRule]] = {
 """The functions that torch's CUDA list lacks."""
 
 
-def rules_by_function(device_type: str) -> dict[TorchFunction, OpRule]:
-    """Return the rules of the functions that torch's own list for a device type may lack."""
-    return CUDA_RULE_BY_FUNCTION if device_type == "cuda" else RULE_BY_FUNCTION
-
-
 @assume_constant_result
 def find_rule(function: TorchFunction, device_type: str) -> OpRule | None:
     """Return the rule of a function or None, as a constant of a traced function."""
-    return rules_by_function(device_type).get(function)
+    return (CUDA_RULE_BY_FUNCTION if device_type == "cuda" else RULE_BY_FUNCTION).get(function)

@@ -34,7 +34,7 @@ from polyamp_torch.compat import (
     pop_mode,
     push_mode,
 )
-from polyamp_torch.precision.torch_only.float32_islands import Islands, current_islands
+from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES, Islands, current_islands
 
 _WITH_INSTRUCTIONS: Final = ("BEFORE_WITH", "SETUP_WITH")
 """Opcodes of a `with` statement. Python 3.14 has another; `close_stale_blocks` then waits for the object's end."""
@@ -212,6 +212,25 @@ class AutocastRegion(RegionBlock):
         _decrease_nesting(depth, once=not interrupted)
         OPEN_BLOCKS.regions.remove(self)
         self.frame = self.owner = None
+
+
+def shield() -> contextlib.AbstractContextManager[None]:
+    """Context manager that turns enclosing autocast regions off on every device type (S3).
+
+    A backward pass runs under the region that is open where it begins, and so do the products in some optimizers. A
+    step inside a user's `torch.autocast` would round its gradients, or lose them. It is free without one.
+
+    Example:
+        >>> x = torch.ones(2, 2)
+        >>> with torch.autocast("cpu", torch.bfloat16), shield():
+        ...     (x @ x).dtype
+        torch.float32
+    """
+    region: contextlib.AbstractContextManager[None] = NULL_CONTEXT
+    for kind in filter(torch.is_autocast_enabled, DEVICE_TYPES):
+        off = RegionSettings(kind, torch.get_autocast_dtype(kind), enabled=False, acting=False)
+        region = AutocastRegion(off, region)
+    return region
 
 
 def close_stale_blocks() -> None:

@@ -20,11 +20,12 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, eager_backward, open_modes, pop_mode, push_mode
 from polyamp_torch.precision.op_list import (
     BACKWARD_FUNCTIONS,
+    CUDA_RULE_BY_FUNCTION,
     FUNCTIONS_WITHOUT_DISPATCH,
+    RULE_BY_FUNCTION,
     OpRule,
     copy_without_dispatch,
     find_rule,
-    rules_by_function,
 )
 from polyamp_torch.precision.torch_only import activation_checkpointing
 from polyamp_torch.precision.torch_only.gathers import gather_in_float32, gather_source
@@ -65,7 +66,7 @@ class Islands(TorchFunctionMode):
         self.acting = True
         self.closed = False
         self.key = ("islands", device_type)
-        self.rules = rules_by_function(device_type)
+        self.rules = CUDA_RULE_BY_FUNCTION if device_type == "cuda" else RULE_BY_FUNCTION
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a call of a torch function; most calls run unchanged."""

@@ -19,7 +19,7 @@ GROWING = polyamp.LossScaler(init_scale=16.0, growth_interval=1)
 
 
 def settings(policy: Any = "mixed_float16", scaler: Any = GROWING) -> LoopSettings:
-    return LoopSettings.checked(policy, scaler, "cpu", where="The loop")
+    return LoopSettings.create(policy, scaler, "cpu", library="The loop")
 
 
 def scaler() -> LoopScaler:
@@ -56,7 +56,7 @@ def test_a_loaded_state_is_not_updated_by_the_step_before() -> None:
     stepped(made, optimizer)
     made.load_state_dict(state)
     assert made.get_scale() == 16.0
-    assert not made.skipped(optimizer)
+    assert not made.has_skipped(optimizer)
 
 
 def test_gradients_are_unscaled_again_after_the_scale_was_set() -> None:
@@ -78,7 +78,7 @@ def test_whether_a_step_was_skipped_is_known_of_each_optimizer() -> None:
     made, first, second, idle = scaler(), sgd(), sgd(), sgd()
     stepped(made, first, INF)
     stepped(made, second)
-    assert [made.skipped(optimizer) for optimizer in (first, second, idle)] == [True, False, False]
+    assert [made.has_skipped(optimizer) for optimizer in (first, second, idle)] == [True, False, False]
 
 
 def normed() -> nn.Module:
@@ -91,7 +91,7 @@ def passes(model: Any) -> int:
 
 def forward(using: LoopSettings, model: nn.Module) -> torch.Tensor:
     """A forward pass as an adapter makes it."""
-    using.remember(model)
+    using.snapshot_buffers(model)
     out: torch.Tensor = model(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     return out
 

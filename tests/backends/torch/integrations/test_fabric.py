@@ -179,7 +179,7 @@ def test_plugins_and_used_scalers_can_be_pickled() -> None:
     assert fresh.scaler.get_scale() == 16.0
     used = pickle.loads(pickle.dumps(Loop(ours()).run([1.0, INF]).plugin.scaler))
     assert used.get_scale() == 8.0
-    assert not used.skipped(torch.optim.SGD(Net().parameters(), 0.1))
+    assert not used.has_skipped(torch.optim.SGD(Net().parameters(), 0.1))
 
 
 def test_overrides_hold_and_leave_nothing_behind() -> None:
