@@ -1,4 +1,4 @@
-"""Canonical names of JAX's activation functions."""
+"""Canonical names and attributes of JAX's activation functions, and of custom functions by their values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import functools
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 
+from polyamp.porting.layouts.activations import identify_activation
 from polyamp.porting.layouts.layer_layout import Form
 
 ACTIVATION_NAMES: Final = {
     jax.nn.relu: "relu",
     jax.nn.relu6: "relu6",
     jax.nn.sigmoid: "sigmoid",
-    jax.numpy.tanh: "tanh",
+    jnp.tanh: "tanh",
     jax.nn.tanh: "tanh",
     jax.nn.silu: "silu",
     jax.nn.swish: "silu",
@@ -56,3 +58,18 @@ def activation_form(function: Any) -> Form | None:
     elif name in ("softmax", "log_softmax"):
         attributes["axis"] = given.pop("axis", -1)
     return None if given else Form("activation", (), attributes)
+
+
+def activation_attributes(function: Any) -> dict[str, Any]:
+    """Return the attributes of an activation; empty if it has no canonical name.
+
+    A custom function is identified by its values at a few points.
+
+    >>> import jax
+    >>> activation_attributes(jax.nn.gelu)
+    {'activation': 'gelu_tanh'}
+    >>> activation_attributes(lambda x: jax.nn.leaky_relu(x, 0.2))
+    {'activation': 'leaky_relu', 'negative_slope': 0.2}
+    """
+    form = activation_form(function)
+    return dict(form.attributes) if form is not None else identify_activation(lambda x: function(jnp.asarray(x)))

@@ -18,7 +18,7 @@ from jax import lax
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
 from polyamp.porting.layouts.operations import Flip, Merge, Operation, Reshape, Transpose
-from polyamp_jax.porting.layers import activation_probe
+from polyamp_jax.porting.layers.activations import activation_attributes
 
 nn: Final = eqx.nn
 
@@ -234,7 +234,7 @@ def _adaptive_pool(layer: Any) -> Form:
 
 
 def _lambda(layer: Any) -> Form:
-    return Form("activation", (), activation_probe.activation_attributes(layer.fn))
+    return Form("activation", (), activation_attributes(layer.fn))
 
 
 def _rotary(layer: Any) -> Form:

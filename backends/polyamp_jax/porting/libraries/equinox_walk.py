@@ -21,7 +21,7 @@ from polyamp.porting.layouts.registration import registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path, path_name, shape_struct
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight, number_leaves
-from polyamp_jax.porting.layers import activation_probe
+from polyamp_jax.porting.layers.activations import activation_attributes
 from polyamp_jax.porting.libraries.equinox_layers import find_layer_spec, is_array_or_shape
 from polyamp_jax.porting.libraries.function_names import group_arrays
 
@@ -157,8 +157,8 @@ class EquinoxWalk:
             hidden = [_slice_places(layers[1], number) for number in range(node.depth - 1)]
             layers = (layers[0], *hidden, layers[2])
         learnt, learnt_last = _has_weights(node.activation), _has_weights(node.final_activation)
-        inner = {} if learnt else activation_probe.activation_attributes(_with_values(node.activation))
-        final = {} if learnt_last else activation_probe.activation_attributes(_with_values(node.final_activation))
+        inner = {} if learnt else activation_attributes(_with_values(node.activation))
+        final = {} if learnt_last else activation_attributes(_with_values(node.final_activation))
         for number, layer in enumerate(layers):
             attributes = final if number == len(layers) - 1 else inner
             self._visit(layer, join_path(path, f"layers/{number}"), attributes)

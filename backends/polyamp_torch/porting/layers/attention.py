@@ -6,17 +6,26 @@ adjacent along its feature axis.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from torch import nn
 
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
-from polyamp.porting.layouts.layer_layout import Rule
+from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Operation, Reshape, Shape, Split, Transpose
-from polyamp_torch.porting.layers.layer_record import LayerReader, LayerRecord, assignment_line, one_layer
+from polyamp_torch.porting.layers.layer_record import (
+    FileLayer,
+    LayerLeaves,
+    LayerReader,
+    LayerRecord,
+    assignment_line,
+    one_layer,
+)
 
 _WEIGHTS: Final = {"q_proj_weight": "query_kernel", "k_proj_weight": "key_kernel", "v_proj_weight": "value_kernel"}
+_HEAD_SIZES: Final = (64, 128, 32, 80, 96, 16)
+"""Usual head sizes, which an attention's arrays do not determine."""
 _BIASES: Final = ("query_bias", "key_bias", "value_bias")
 
 
@@ -63,6 +72,18 @@ def attention(module: Any) -> list[LayerRecord]:
     kind = "attention with a key of zeros" if module.add_zero_attn else "attention"  # no other framework has it
     lines = {"dropout": assignment_line("dropout")}
     return one_layer(kind, attention_rules(shapes, module.num_heads), attributes, lines)
+
+
+def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
+    """Yield the attention of a module in a file, with one form for each number of heads, usual head sizes first."""
+    if not has_attention(own) or "out_proj.weight" not in own:
+        return
+    shapes = {name: leaf.array.shape for name, leaf in own.items()}
+    width = shapes["out_proj.weight"][0]
+    sizes = [size for size in range(1, width + 1) if width % size == 0]
+    sizes.sort(key=lambda size: _HEAD_SIZES.index(size) if size in _HEAD_SIZES else len(_HEAD_SIZES))
+    forms = [Form("attention", tuple(attention_rules(shapes, width // size)), {"mask": "drop"}) for size in sizes]
+    yield FileLayer(forms, {name: name for rule in forms[0].rules for name in rule.native})
 
 
 READERS: Final[dict[type, LayerReader]] = {nn.MultiheadAttention: attention}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from polyamp.porting.layouts.inventory import InventoryLeaf
 from polyamp.porting.layouts.layer_layout import Form, Rule
 
 AttributeLine = Callable[[str, Any], str]
@@ -39,6 +40,27 @@ class LayerRecord:
 
 LayerReader = Callable[[Any], list[LayerRecord]]
 """Function from a module to its layers."""
+
+LayerLeaves = Mapping[str, InventoryLeaf]
+"""Arrays of one module in a file, by name."""
+
+
+class FileLayer(NamedTuple):
+    """One layer in a file, recognised by the names of its arrays.
+
+    Attributes:
+        forms: possible forms, likeliest first.
+        names: native array, as the forms' rules name it -> its name in the module.
+        suffix: appended to the module's path; names a cell in a stack.
+    """
+
+    forms: Sequence[Form]
+    names: Mapping[str, str]
+    suffix: str = ""
+
+
+FileReader = Callable[[LayerLeaves], Iterator[FileLayer]]
+"""Function from the arrays of a module in a file to the layers that it recognises."""
 
 
 def one_layer(

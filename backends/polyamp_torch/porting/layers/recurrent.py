@@ -7,15 +7,21 @@ GRU applies the reset gate after the product.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import nn
 
+from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Transpose
-from polyamp_torch.porting.layers.layer_record import LayerReader, LayerRecord
+from polyamp_torch.porting.layers.layer_record import FileLayer, LayerLeaves, LayerReader, LayerRecord
 
 _TRANSPOSED: Final = (Transpose((1, 0)),)
+_STACKED_CELL: Final = re.compile(r"weight_hh_l(\d+)(_reverse)?$")
+_KIND_BY_GATES: Final = {4: "lstm", 3: "gru", 1: "simple_rnn"}
+"""Number of blocks of a recurrent kernel -> kind."""
 _KIND_BY_CLASS: Final[dict[type, str]] = {
     nn.LSTM: "lstm",
     nn.GRU: "gru",
@@ -80,6 +86,37 @@ def recurrent_cell(module: Any) -> list[LayerRecord]:
     kind = _cell_kind(module)
     attributes = {"activation": module.nonlinearity} if kind == "simple_rnn" else {}
     return [LayerRecord((_module_form(kind, module, attributes),))]
+
+
+def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
+    """Yield the cells of a module in a file."""
+    for name in own:
+        if name == "weight_hh" or _STACKED_CELL.match(name):
+            yield _file_cell(name, own)
+
+
+def _file_cell(name: str, own: LayerLeaves) -> FileLayer:
+    """Return a cell and its position in a stack, by its recurrent kernel's name."""
+    end = name.removeprefix("weight_hh")
+    names = {each: each + end for each in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}
+    names = {each: stored for each, stored in names.items() if stored in own}
+    rows, width = own[name].array.shape
+    units = own[names["weight_hr"]].array.shape[1] if "weight_hr" in names else width
+    kind = _KIND_BY_GATES.get(rows // units)
+    if kind is None or "weight_ih" not in names or rows % units:
+        raise PortError(f"{own[name].name!r} {[rows, width]} is no recurrent kernel of an LSTM, a GRU or an RNN.")
+    form = cell_form(kind, bias="bias_ih" in names, projection=width if "weight_hr" in names else 0)
+    place = _STACKED_CELL.match(name)
+    if place is None:
+        return FileLayer([form], names)
+    stacked = any(_STACKED_CELL.match(each) and not each.startswith("weight_hh_l0") for each in own)
+    both = any(each.endswith("reverse") for each in own)
+    several = stacked or place[1] != "0"
+    parts = [f"layer_{place[1]}"] if several else []
+    if place[2] or both:
+        parts.append("backward" if place[2] else "forward")
+    attributes = {**form.attributes, "reverse": bool(place[2])}
+    return FileLayer([Form(form.kind, form.rules, attributes)], names, "/".join(parts))
 
 
 READERS: Final[dict[type, LayerReader]] = {

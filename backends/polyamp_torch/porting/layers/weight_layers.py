@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,8 @@ from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Shift, Transpose
 from polyamp_torch.porting.layers.layer_record import (
     AttributeLine,
+    FileLayer,
+    LayerLeaves,
     LayerReader,
     LayerRecord,
     array_rules,
@@ -144,13 +146,13 @@ def group_norm(module: Any) -> list[LayerRecord]:
     return one_layer("group_norm", array_rules(module, weight="scale", bias="bias"), attributes, EPSILON_LINE)
 
 
-BATCH_NORM_ARRAYS: Final = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
+_BATCH_NORM_ARRAYS: Final = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 
 
 def instance_norm(module: Any) -> list[LayerRecord]:
     """Read an instance norm: a group norm with as many groups as channels."""
     attributes = {"epsilon": module.eps, "groups": module.num_features}
-    return one_layer("group_norm", array_rules(module, **BATCH_NORM_ARRAYS), attributes, EPSILON_LINE)
+    return one_layer("group_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes, EPSILON_LINE)
 
 
 def batch_norm(module: Any) -> list[LayerRecord]:
@@ -162,13 +164,22 @@ def batch_norm(module: Any) -> list[LayerRecord]:
         if module.momentum is not None:
             attributes["momentum"] = _complement(module.momentum)
     lines = {**EPSILON_LINE, "momentum": assignment_line("momentum", _complement)}
-    return one_layer("batch_norm", array_rules(module, **BATCH_NORM_ARRAYS), attributes, lines)
+    return one_layer("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes, lines)
+
+
+def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
+    """Yield the batch norm of a module in a file."""
+    if "running_mean" in own and "running_var" in own:
+        rules = array_rules(own, **_BATCH_NORM_ARRAYS)
+        yield FileLayer(
+            [Form("batch_norm", rules, {"unbiased": True})], {rule.native[0]: rule.native[0] for rule in rules}
+        )
 
 
 def frozen_batch_norm(module: Any) -> list[LayerRecord]:
     """Read a frozen batch norm, such as torchvision's, whose arrays are all buffers."""
     known, lines = _find_epsilon(module)
-    return one_layer("batch_norm", array_rules(module, **BATCH_NORM_ARRAYS), known, lines)
+    return one_layer("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), known, lines)
 
 
 def _complement(share: float) -> float:

@@ -8,31 +8,24 @@ store inputs first) is recognised by its bias, or by layers of the same name els
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Shape
-from polyamp_torch.porting.layers.attention import attention_rules, has_attention
-from polyamp_torch.porting.layers.layer_record import array_rules
-from polyamp_torch.porting.layers.recurrent import cell_form
-from polyamp_torch.porting.layers.weight_layers import (
-    BATCH_NORM_ARRAYS,
-    convolution_rules,
-    dense_rules,
-    untransposed_dense_rules,
-)
+from polyamp_torch.porting.layers import attention, recurrent, weight_layers
+from polyamp_torch.porting.layers.layer_record import FileReader, LayerLeaves
 
-LayerLeaves = Mapping[str, InventoryLeaf]
 _EMBEDDING_NAMES: Final = re.compile(r"emb|wte|wpe|token|position|shared|table|vocab|lookup|codebook")
 """Pattern of words in the names of embeddings."""
-_STACKED_CELL: Final = re.compile(r"weight_hh_l(\d+)(_reverse)?$")
-_KIND_BY_GATES: Final = {4: "lstm", 3: "gru", 1: "simple_rnn"}
-"""Number of blocks of a recurrent kernel -> kind."""
-_HEAD_SIZES: Final = (64, 128, 32, 80, 96, 16)
-"""Usual head sizes, which an attention's arrays do not determine."""
+_FILE_READERS: Final[tuple[FileReader, ...]] = (
+    attention.file_layers,
+    recurrent.file_layers,
+    weight_layers.file_layers,
+)
+"""Readers of layers whose arrays have names that no other layer has."""
 
 
 def read_file_layers(leaves: LayerLeaves) -> list[NativeLayer]:
@@ -50,13 +43,13 @@ def read_file_layers(leaves: LayerLeaves) -> list[NativeLayer]:
                 "no other framework has them. Save the model after torch.nn.utils.parametrize.remove_parametrizations."
             )
         modules.setdefault(module, {})[name] = leaf
-    outs = {f"{path}/out_proj".lstrip("/"): path for path, own in modules.items() if has_attention(own)}
+    outs = {f"{path}/out_proj".lstrip("/"): path for path, own in modules.items() if attention.has_attention(own)}
     votes = _orientation_votes(modules)
     found: list[NativeLayer] = []
     for path, own in modules.items():
         if path in outs:
             continue  # part of the enclosing attention
-        if has_attention(own):
+        if attention.has_attention(own):
             output = modules.get(f"{path}/out_proj".lstrip("/"), {})
             own = {**own, **{f"out_proj.{name}": leaf for name, leaf in output.items()}}
         found += _module_layers(path, own, votes)
@@ -68,20 +61,13 @@ def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) 
     rest = dict(own)
     found: list[NativeLayer] = []
 
-    def take(forms: list[Form], names: Mapping[str, str], suffix: str = "") -> None:
+    def take(forms: Sequence[Form], names: Mapping[str, str], suffix: str = "") -> None:
         leaves = {name: rest.pop(stored) for name, stored in names.items()}
         found.append(NativeLayer("/".join(part for part in (path, suffix) if part), leaves, tuple(forms)))
 
-    if has_attention(rest) and "out_proj.weight" in rest:
-        forms = _attention_forms(rest)
-        take(forms, {name: name for rule in forms[0].rules for name in rule.native})
-    for name in list(rest):
-        if name == "weight_hh" or _STACKED_CELL.match(name):
-            form, names, suffix = _recurrent_cell(name, rest)
-            take([form], names, suffix)
-    if "running_mean" in rest and "running_var" in rest:
-        rules = array_rules(rest, **BATCH_NORM_ARRAYS)
-        take([Form("batch_norm", rules, {"unbiased": True})], {rule.native[0]: rule.native[0] for rule in rules})
+    for read in _FILE_READERS:
+        for layer in list(read(rest)):
+            take(layer.forms, layer.names, layer.suffix)
     for scale, bias in (("weight", "bias"), ("gamma", "beta"), ("scale", "bias")):
         if scale in rest and len(rest[scale].array.shape) > 0:
             names = {name: name for name in (scale, bias) if name in rest}
@@ -108,7 +94,7 @@ def _weight_forms(path: str, scale: str, bias: str, own: LayerLeaves, votes: Map
     if len(shape) > 5:
         return []
     conv, transposed = (
-        Form(kind, convolution_rules(kind, len(shape) - 2, own), {"channels": "first"})
+        Form(kind, weight_layers.convolution_rules(kind, len(shape) - 2, own), {"channels": "first"})
         for kind in ("conv", "conv_transpose")
     )
     if not bias:
@@ -131,7 +117,10 @@ def _norm_forms(path: str, scale: str, biases: tuple[Rule, ...]) -> list[Form]:
 def _matrix_forms(
     path: str, shape: Shape, length: Shape, own: LayerLeaves, votes: Mapping[str, set[bool]]
 ) -> list[Form]:
-    usual, as_it_is = Form("dense", dense_rules(own)), Form("dense", untransposed_dense_rules(own))
+    usual, as_it_is = (
+        Form("dense", weight_layers.dense_rules(own)),
+        Form("dense", weight_layers.untransposed_dense_rules(own)),
+    )
     if not length:
         table = Form("embedding", (Rule(("weight",), ("table",)),))
         named = _EMBEDDING_NAMES.search("/".join(path.lower().split("/")[-2:]))
@@ -157,36 +146,3 @@ def _orientation_votes(modules: Mapping[str, LayerLeaves]) -> dict[str, set[bool
                 for name in ("", path.rpartition("/")[2]):
                     found.setdefault(name, set()).add(length == shape[1:])
     return found
-
-
-def _recurrent_cell(name: str, own: LayerLeaves) -> tuple[Form, dict[str, str], str]:
-    """Return the form, the arrays and the position in its stack of a recurrent cell, by its recurrent kernel's name."""
-    end = name.removeprefix("weight_hh")
-    names = {each: each + end for each in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}
-    names = {each: stored for each, stored in names.items() if stored in own}
-    rows, width = own[name].array.shape
-    units = own[names["weight_hr"]].array.shape[1] if "weight_hr" in names else width
-    kind = _KIND_BY_GATES.get(rows // units)
-    if kind is None or "weight_ih" not in names or rows % units:
-        raise PortError(f"{own[name].name!r} {[rows, width]} is no recurrent kernel of an LSTM, a GRU or an RNN.")
-    form = cell_form(kind, bias="bias_ih" in names, projection=width if "weight_hr" in names else 0)
-    place = _STACKED_CELL.match(name)
-    if place is None:
-        return form, names, ""
-    stacked = any(_STACKED_CELL.match(each) and not each.startswith("weight_hh_l0") for each in own)
-    both = any(each.endswith("reverse") for each in own)
-    several = stacked or place[1] != "0"
-    parts = [f"layer_{place[1]}"] if several else []
-    if place[2] or both:
-        parts.append("backward" if place[2] else "forward")
-    attributes = {**form.attributes, "reverse": bool(place[2])}
-    return Form(form.kind, form.rules, attributes), names, "/".join(parts)
-
-
-def _attention_forms(own: LayerLeaves) -> list[Form]:
-    """Return one form for each number of heads, the usual head sizes first."""
-    shapes = {name: leaf.array.shape for name, leaf in own.items()}
-    width = shapes["out_proj.weight"][0]
-    sizes = [size for size in range(1, width + 1) if width % size == 0]
-    sizes.sort(key=lambda size: _HEAD_SIZES.index(size) if size in _HEAD_SIZES else len(_HEAD_SIZES))
-    return [Form("attention", tuple(attention_rules(shapes, width // size)), {"mask": "drop"}) for size in sizes]

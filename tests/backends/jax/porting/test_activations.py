@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from polyamp_jax.porting.layers.activation_probe import activation_attributes
-from polyamp_jax.porting.layers.activations import ACTIVATION_NAMES
+from polyamp_jax.porting.layers.activations import ACTIVATION_NAMES, activation_attributes
 
 
 @pytest.mark.parametrize("function", ACTIVATION_NAMES)
