@@ -25,7 +25,7 @@ TRANSFORMED_LOSS_ERROR: Final = (
 """Error message for a bound model that is passed to a JAX transformation, or whose copy is called."""
 
 
-class UnboundOwner:
+class UnboundEngine:
     """Engine of a copy that belongs to no model, made by `jax.tree.map` or a transformation. Every call raises.
 
     Attributes:

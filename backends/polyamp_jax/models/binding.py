@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from polyamp_jax.models.attribute_access import UnboundOwner
+from polyamp_jax.models.attribute_access import UnboundEngine
 from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep
 
@@ -19,7 +19,7 @@ _LOOKUP_ATTRIBUTE: Final = "_polyamp_binding_of"
 """Attribute of a bound class: a function from a module to its `Binding`."""
 
 
-class ModuleOwner(Protocol):
+class ModuleEngine(Protocol):
     """Engine interface of a bound model: runs its calls and returns its parameters."""
 
     root: Any
@@ -43,24 +43,24 @@ class Binding:
     """Engine and path of a bound module. Compares by identity.
 
     Attributes:
-        owner: returns the module's engine, or None if the engine no longer exists.
+        find_engine: returns the module's engine, or None if the engine no longer exists.
         route: path from the root.
         native: the user's own module, if the bound module shares its attributes (nnx); else None.
         module_ref: weak reference to the module itself (nnx), or None.
     """
 
-    owner: Callable[[], ModuleOwner | None]
+    find_engine: Callable[[], ModuleEngine | None]
     route: ModulePath
     native: Any = None
     module_ref: Any = None
 
     @property
-    def engine(self) -> ModuleOwner:
+    def engine(self) -> ModuleEngine:
         """The module's engine; one whose every call raises if the module is not bound to a model any more."""
-        return self.owner() or UnboundOwner()
+        return self.find_engine() or UnboundEngine()
 
 
-NO_BINDING: Final = Binding(UnboundOwner, ROOT_PATH)
+NO_BINDING: Final = Binding(UnboundEngine, ROOT_PATH)
 """Binding of a copy that flax made."""
 
 RunMethod = Callable[[Any, ModulePath, Any, Any], Any]

@@ -132,7 +132,7 @@ class PolicyModule:
 
 def _flatten_module(model: PolicyModule) -> Any:
     engine, route = model._polyamp_engine, model._polyamp_route
-    if isinstance(engine, attribute_access.UnboundOwner):
+    if isinstance(engine, attribute_access.UnboundEngine):
         params = engine.params
     elif route.kind == "container":
         here = model._polyamp_native_part()
@@ -145,7 +145,7 @@ def _flatten_module(model: PolicyModule) -> Any:
 
 
 def _unflatten_module(route: ModulePath, children: Any) -> PolicyModule:
-    engine: Any = attribute_access.UnboundOwner(*children)
+    engine: Any = attribute_access.UnboundEngine(*children)
     return PolicyModule(engine, route)
 
 
@@ -192,7 +192,7 @@ def engine_and_path(model: Any) -> tuple[Any, ModulePath]:
     if isinstance(model, PolicyModule):
         return model._polyamp_engine, model._polyamp_route
     binding: Any = binding_of(model)
-    engine = binding.owner()
+    engine = binding.find_engine()
     if not isinstance(engine, PolicyEngine):
         raise RecipeError(attribute_access.TRANSFORMED_LOSS_ERROR)
     return engine, binding.route

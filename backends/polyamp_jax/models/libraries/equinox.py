@@ -131,8 +131,8 @@ class EquinoxAdapter(ModelAdapter):
         return made, params, running._replace(statistics=(buffers, running.statistics[1]))
 
     def bind(self, engine: Any) -> Any:
-        owner = weakref.ref(engine) if engine.native is None else lambda: engine
-        engine.root = bind_module(self.view(engine.masters, engine.start), owner)
+        find_engine = weakref.ref(engine) if engine.native is None else lambda: engine
+        engine.root = bind_module(self.view(engine.masters, engine.start), find_engine)
         return engine.root
 
     def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:

@@ -17,19 +17,19 @@ import equinox as eqx
 import jax
 
 from polyamp_jax.models import attribute_access
-from polyamp_jax.models.binding import Binding, ModuleOwner, bound_class_attributes, dispatch_method
+from polyamp_jax.models.binding import Binding, ModuleEngine, bound_class_attributes, dispatch_method
 from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
 
 _BINDING_ATTRIBUTE = "_polyamp_place"
 
 
-def bind_module(model: Any, owner: Callable[[], ModuleOwner | None]) -> Any:
+def bind_module(model: Any, find_engine: Callable[[], ModuleEngine | None]) -> Any:
     """Return a copy of a native module in which every module is bound."""
 
     def bound(node: Any, route: ModulePath) -> Any:
         kind: Any = type(node)
-        return _rebuild_module(node, _bound_class(kind), route, bound, Binding(owner, route))
+        return _rebuild_module(node, _bound_class(kind), route, bound, Binding(find_engine, route))
 
     return bound(model, ROOT_PATH)
 
@@ -51,8 +51,8 @@ def _binding_of(module: Any) -> Any:
 def is_module_copy(module: Any) -> bool:
     """Return whether a bound module is a copy of the model's module rather than that module itself."""
     binding = _binding_of(module)
-    owner = binding.owner()
-    return owner is None or binding.route.resolve(owner.root) is not module
+    engine = binding.find_engine()
+    return engine is None or binding.route.resolve(engine.root) is not module
 
 
 def _rebuild_module(

@@ -26,7 +26,7 @@ from polyamp_jax.models import attribute_access
 from polyamp_jax.models.binding import (
     NO_BINDING,
     Binding,
-    ModuleOwner,
+    ModuleEngine,
     bound_class_attributes,
     dispatch_method,
     is_bound,
@@ -45,9 +45,9 @@ _bindings: Final[dict[int, Binding]] = {}
 """Bindings by `id` of the module. They are stored outside the module so that flax's copies do not inherit them."""
 
 
-def bind_module(model: Any, owner: ModuleOwner) -> Any:
+def bind_module(model: Any, engine: ModuleEngine) -> Any:
     """Bind all modules of `model`, a view that belongs to one pass, and return `model` itself."""
-    found = weakref.ref(owner)
+    found = weakref.ref(engine)
     for module, route in [
         (module, ModulePath(_path_steps(model, keys))) for keys, module in compat.walk_nnx_modules(model)
     ]:
@@ -57,12 +57,12 @@ def bind_module(model: Any, owner: ModuleOwner) -> Any:
     return model
 
 
-def bind_shared_module(native: Any, owner: ModuleOwner, route: ModulePath = ROOT_PATH) -> Any:
+def bind_shared_module(native: Any, engine: ModuleEngine, route: ModulePath = ROOT_PATH) -> Any:
     """Return a bound module that shares the attributes of the user's module. A write to one changes both."""
     own: Any = type(native)
     module: Any = object.__new__(_bound_class(own))
     object.__setattr__(module, "__dict__", native.__dict__)
-    _set_binding(module, lambda: owner, route, native)
+    _set_binding(module, lambda: engine, route, native)
     return module
 
 
@@ -85,9 +85,11 @@ def native_classes(model: Any) -> Iterator[None]:
             object.__setattr__(module, "__class__", kind)
 
 
-def _set_binding(module: Any, owner: Callable[[], ModuleOwner | None], route: ModulePath, native: Any = None) -> None:
+def _set_binding(
+    module: Any, find_engine: Callable[[], ModuleEngine | None], route: ModulePath, native: Any = None
+) -> None:
     number = id(module)
-    _bindings[number] = Binding(owner, route, native, weakref.ref(module, lambda _: _bindings.pop(number, None)))
+    _bindings[number] = Binding(find_engine, route, native, weakref.ref(module, lambda _: _bindings.pop(number, None)))
 
 
 def _path_steps(root: Any, keys: Sequence[Any]) -> tuple[PathStep, ...]:
@@ -180,15 +182,15 @@ def _has_parameters(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_has_parameters, value))
 
 
-def _bind_shared_value(value: Any, owner: ModuleOwner, outer: ModulePath, step: PathStep) -> Any:
+def _bind_shared_value(value: Any, engine: ModuleEngine, outer: ModulePath, step: PathStep) -> Any:
     """Return a value of the user's model with its modules bound, inside the same containers."""
     if isinstance(value, nnx.Module):
-        return value if is_bound(value) else bind_shared_module(value, owner, outer.to(step, "module"))
+        return value if is_bound(value) else bind_shared_module(value, engine, outer.to(step, "module"))
     route = outer.to(step, "container")
     if isinstance(value, Mapping):
-        return {key: _bind_shared_value(item, owner, route, PathStep(key, False)) for key, item in value.items()}
+        return {key: _bind_shared_value(item, engine, route, PathStep(key, False)) for key, item in value.items()}
     if isinstance(value, list | tuple) and has_modules(value, nnx.Module):
-        items = [_bind_shared_value(item, owner, route, PathStep(number, False)) for number, item in enumerate(value)]
+        items = [_bind_shared_value(item, engine, route, PathStep(number, False)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

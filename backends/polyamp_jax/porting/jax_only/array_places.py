@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp.porting.layouts.inventory import InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.arrays import shape_struct
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
@@ -105,6 +106,10 @@ class Weight:
         if self.read is not None:
             return Lazy(self.place.shape, leaf.dtype, lambda: np.asarray(self.array, leaf.dtype))
         return Lazy(self.place.shape, leaf.dtype, lambda: leaf.read()[self.place.index]) if self.place.index else leaf
+
+    def inventory_leaf(self, name: str) -> InventoryLeaf:
+        """Return it as a leaf of an inventory."""
+        return InventoryLeaf(name, self.lazy(name), self.trainable, self.tied)
 
 
 def number_leaves(tree: Any) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import PortError
-from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
@@ -85,10 +85,7 @@ def _walk(model: Any) -> EquinoxWalk:
 
 
 def _native_layer(part: EquinoxLayer) -> NativeLayer:
-    leaves = {
-        local: InventoryLeaf(name := part.name(local), weight.lazy(name), weight.trainable, weight.tied)
-        for local, weight in part.weights.items()
-    }
+    leaves = {local: weight.inventory_leaf(part.name(local)) for local, weight in part.weights.items()}
     if part.layer is None:
         return NativeLayer(part.path, leaves, part.forms or (Form("parameter", same("value")),))
     form, row, lines = registered_form(part.layer), find_layer_spec(part.layer), {}

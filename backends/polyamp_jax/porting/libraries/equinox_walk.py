@@ -135,7 +135,7 @@ class EquinoxWalk:
             if len(group.names) > 1 and not group.path:
                 grouped = {native: _make_weight(found[native]) for native in group.names}
                 forms = tuple(
-                    _rename_native(form, {local: native for native, local in group.names.items()})
+                    form.with_native_names({local: native for native, local in group.names.items()})
                     for form in group.forms
                 )
                 self.parts.append(EquinoxLayer(path, None, grouped, forms=forms))
@@ -238,12 +238,6 @@ def _make_weight(place: Any) -> Weight:
         own = ArrayPlace(place.place.number, place.value)
         return Weight(own, read=place.read, tied=place.name, origin=place.place)
     return Weight(place)
-
-
-def _rename_native(form: Form, names: Mapping[str, str]) -> Form:
-    """Return a form with other names of the native arrays."""
-    rules = (dataclasses.replace(rule, native=tuple(names[name] for name in rule.native)) for rule in form.rules)
-    return dataclasses.replace(form, rules=tuple(rules))
 
 
 def named_children(node: Any) -> Iterator[tuple[str, Any]]:

@@ -125,7 +125,9 @@ def conv_transpose(shapes: Shapes, settings: LayerSettings, *, transposed: bool 
             raise RefusedError("padding='CIRCULAR' folds its output")
         attributes |= {"strides": strides, "dilation": dilation, "padding": _output_crop(padding, reach, strides)}
     return Form(
-        "conv_transpose", (Rule(("kernel",), ("kernel",), (turn,)), *same(*_names_except(shapes, "kernel"))), attributes
+        "conv_transpose",
+        (Rule(("kernel",), ("kernel",), (turn,)), *same(*(name for name in shapes if name != "kernel"))),
+        attributes,
     )
 
 
@@ -221,19 +223,26 @@ def _output_crop(padding: Any, reach: Sequence[int], strides: Sequence[int]) -> 
 
     flax defines the padding around the dilated input; the kernel's reach on each side yields the full output.
     """
+    if padding == "SAME":
+        return [same_output_crop(*pair) for pair in zip(reach, strides, strict=True)]
     if padding == "VALID":
-        around = [(length, max(length, stride - 1)) for length, stride in zip(reach, strides, strict=True)]
-    elif padding == "SAME":  # as in jax.lax.conv_transpose
-        around = []
-        for length, stride in zip(reach, strides, strict=True):
-            total = length + stride - 1
-            before = length if stride > length else -(-total // 2)
-            around.append((before, total - before))
-    elif isinstance(padding, str):
+        return [[0, min(0, length - stride + 1)] for length, stride in zip(reach, strides, strict=True)]
+    if isinstance(padding, str):
         raise RefusedError(f"padding={padding!r} of a transposed convolution")
-    else:
-        around = [(before, behind) for before, behind in _padding_pairs(padding, len(reach))]
-    return [[length - before, length - behind] for length, (before, behind) in zip(reach, around, strict=True)]
+    pairs = _padding_pairs(padding, len(reach))
+    return [[length - before, length - behind] for length, (before, behind) in zip(reach, pairs, strict=True)]
+
+
+def same_output_crop(reach: int, stride: int) -> list[int]:
+    """Return what padding "SAME" of `jax.lax.conv_transpose` crops at the start and end of an axis of the full output.
+
+    Args:
+        reach: the number of elements by which the kernel reaches beyond the dilated input on each side.
+        stride: the stride.
+    """
+    total = reach + stride - 1
+    before = reach if stride > reach else -(-total // 2)
+    return [reach - before, reach - (total - before)]
 
 
 def _padding_pairs(padding: Any, rank: int) -> list[list[int]]:
@@ -259,10 +268,6 @@ def _trailing_axis_count(axes: Any) -> int:
 
 def _select_settings(settings: LayerSettings, *names: str) -> dict[str, Any]:
     return {name: float(settings[name]) for name in names if name in settings}
-
-
-def _names_except(shapes: Shapes, name: str) -> tuple[str, ...]:
-    return tuple(each for each in shapes if each != name)
 
 
 _MODES: Final = {"CIRCULAR": "circular", "REFLECT": "reflect"}

@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 
 from polyamp.errors import ModelError, describe_value
-from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp_jax.arrays import join_path, named_leaves, path_name
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import ArrayPlace, Weight
@@ -103,10 +103,10 @@ def _walk_layers(node: Any, path: str, left: dict[str, str]) -> Iterator[NativeL
     for name, child in children.items():
         if name in begun:
             group = begun[name]
-            leaves = {}
-            for native, local in group.names.items():
-                full = join_path(path, native)
-                leaves[local] = InventoryLeaf(full, Weight(here[native]).lazy(full))
+            leaves = {
+                local: Weight(here[native]).inventory_leaf(join_path(path, native))
+                for native, local in group.names.items()
+            }
             yield NativeLayer(join_path(path, group.path), leaves, group.forms)
         elif name not in here:
             yield from _walk_layers(child, join_path(path, name), left)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import haiku as hk
 
 from polyamp.errors import PortError
-from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
@@ -197,10 +197,7 @@ def _registered_forms(call: HaikuCall | None, arrays: Mapping[str, Any]) -> tupl
 def _native_layer(
     path: str, arrays: Mapping[str, tuple[str, Weight]], found: tuple[Form, ...], call: HaikuCall | None
 ) -> NativeLayer:
-    leaves = {
-        leaf: InventoryLeaf(name, weight.lazy(name), weight.trainable, weight.tied)
-        for leaf, (name, weight) in arrays.items()
-    }
+    leaves = {leaf: weight.inventory_leaf(name) for leaf, (name, weight) in arrays.items()}
     kind = _class_name(call)
 
     def line(word: str) -> Callable[[Any], str]:

@@ -15,7 +15,7 @@ from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.negate import Negate
 from polyamp.porting.layouts.operations import Blocks, Flip, Merge, Operation, Reshape, Shape, Split, Transpose
-from polyamp_jax.porting.libraries.flax_layers import RefusedError, check_unmasked, per_axis
+from polyamp_jax.porting.libraries.flax_layers import RefusedError, check_unmasked, per_axis, same_output_crop
 
 Shapes = Mapping[str, Shape]
 
@@ -111,10 +111,8 @@ def _output_crop(module: Any, kernel: Shape, strides: Sequence[int], inputs: Sha
             length, made = spatial[axis], module.output_shape[axis]
             before = max(0, (length - 1) * s + k - made) // 2 if same else 0
             behind = (length - 1) * s + k - made - before
-        elif same:  # as in jax.lax.conv_transpose
-            total = k + s - 2
-            first = k - 1 if s > k - 1 else -(-total // 2)
-            before, behind = k - 1 - first, k - 1 - (total - first)
+        elif same:
+            before, behind = same_output_crop(k - 1, s)
         else:
             before, behind = 0, -max(s - k, 0)
         found.append([before, behind])

@@ -86,8 +86,7 @@ def forms_by_name(module: str, shapes: Shapes) -> tuple[Form, ...]:
     for maker in _candidate_makers(module, shapes):
         try:
             form = maker(shapes, {})
-            stand_ins: Any = {name: _ShapeOnly(shape) for name, shape in shapes.items()}  # only `.shape` is read
-            form.shapes(stand_ins)
+            form.canonical_shapes(shapes)  # raises if they do not fit
         except (RefusedError, ValueError):
             continue
         if form not in found:
@@ -100,11 +99,6 @@ def forms_by_name(module: str, shapes: Shapes) -> tuple[Form, ...]:
     if len(shapes) == 1:
         found.append(forms.parameter_form(next(iter(shapes))))
     return tuple(found)
-
-
-class _ShapeOnly:
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
 
 
 def _candidate_makers(module: str, shapes: Shapes) -> Iterator[FormMaker]:
