@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, ClassVar, Final, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Final
 
 import keras
 
@@ -25,7 +26,7 @@ _SETTINGS: Final = "_polyamp_settings"
 _register: Final = keras.saving.register_keras_serializable(package=_PACKAGE, name=_NAME)
 
 
-class ModelSetting(Protocol):
+class ModelSetting(ABC):
     """Setting of polyamp on a model, registered with Keras as serializable.
 
     Attributes:
@@ -34,14 +35,17 @@ class ModelSetting(Protocol):
 
     needs_compile: ClassVar[bool]
 
+    @abstractmethod
     def get_config(self) -> dict[str, Any]:
         """Return plain values, from which the class's `from_config` creates an equal setting."""
 
-    def suspend(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which the model's configuration is what it is without the setting."""
-
+    @abstractmethod
     def install(self, model: Any) -> None:
         """Apply the setting to a loaded model, and store it there."""
+
+    def suspend(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the model's configuration is what it is without the setting."""
+        return contextlib.nullcontext()
 
 
 @_register

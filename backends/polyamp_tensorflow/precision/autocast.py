@@ -23,7 +23,7 @@ from polyamp.rules.process_setting import ProcessSetting
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import EnsureUndo, close_stale_blocks
 from polyamp_tensorflow.models.layers import is_built, is_layer
-from polyamp_tensorflow.models.saved_settings import add_setting, remove_setting
+from polyamp_tensorflow.models.saved_settings import ModelSetting, add_setting, remove_setting
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, has_cast_variables
 from polyamp_tensorflow.precision.policy_module import POLICY_REGIONS, PolicyModule, cast_output, root_model
 from polyamp_tensorflow.precision.tensorflow_only.keras_policies import keras_policy, policy_map
@@ -161,7 +161,7 @@ class AppliedPolicy:
 
 
 @keras.saving.register_keras_serializable(package="polyamp_tensorflow")
-class SavedPolicy:
+class SavedPolicy(ModelSetting):
     """Setting in a model's `.keras` file: the applied policy and the dtype of each layer."""
 
     needs_compile: ClassVar[bool] = False
@@ -179,7 +179,7 @@ class SavedPolicy:
 
     def suspend(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which the layers' configurations have the dtypes from before polyamp."""
-        return contextlib.nullcontext() if self._model is None else suspend_policies(self._model)
+        return super().suspend() if self._model is None else suspend_policies(self._model)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SavedPolicy:

@@ -173,18 +173,18 @@ class GradScaler(ScalerState):
             UnsupportedError: LBFGS, or gradients in float16.
         """
         if self._enabled:
-            record, _ = self._records(optimizer, "unscale_")
-            if record["stage"] is OptState.UNSCALED:
+            optimizer_state, _ = self._records(optimizer, "unscale_")
+            if optimizer_state["stage"] is OptState.UNSCALED:
                 raise GradScalerError("unscale_() was already called for this optimizer since the last update().")
             with shield():
-                self._unscale(optimizer, record)
+                self._unscale(optimizer, optimizer_state)
 
-    def _unscale(self, optimizer: Any, record: dict[str, Any]) -> None:
+    def _unscale(self, optimizer: Any, optimizer_state: dict[str, Any]) -> None:
         scale = self._scale_of_gradients()
         zero = torch.zeros((), dtype=torch.float32, device=scale.device)
         self._loop.inverse = scale_reciprocal(scale)
-        record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._loop.inverse, zero, False)
-        record["stage"] = OptState.UNSCALED
+        optimizer_state["found_inf_per_device"] = self._unscale_grads_(optimizer, self._loop.inverse, zero, False)
+        optimizer_state["stage"] = OptState.UNSCALED
 
     def _join_flags(self, flags: DeviceFlags, parameters: list[torch.Tensor], like: torch.Tensor) -> DeviceFlags:
         """Return the joint flags of all ranks that share these parameters; none if no rank has a gradient."""
@@ -212,15 +212,15 @@ class GradScaler(ScalerState):
         """Return torch's and polyamp's records of an optimizer, after the checks that `unscale_` and `step` share."""
         refuse_lbfgs(optimizer)
         self._require_state(method)
-        known, record = self._loop.record_of(optimizer), self._per_optimizer_states[id(optimizer)]
-        if record["stage"] is OptState.STEPPED:
+        record, optimizer_state = self._loop.record_of(optimizer), self._per_optimizer_states[id(optimizer)]
+        if optimizer_state["stage"] is OptState.STEPPED:
             raise GradScalerError(f"{method}() was called after step() of this optimizer. Call update() first.")
-        if known.last_call == self._loop.calls:
+        if record.last_call == self._loop.calls:
             raise GradScalerError(
                 f"{method}() was called, but scale() was not since the last step of this optimizer: dividing by the "
                 "scale would shrink correct gradients. Write scaler.scale(loss).backward()."
             )
-        return record, known
+        return optimizer_state, record
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if `unscale_` did not, and step the optimizer unless a gradient is not finite. Fused optimizers
@@ -241,27 +241,27 @@ class GradScaler(ScalerState):
         if not self._enabled:
             with shield():
                 return optimizer.step(*args, **kwargs)
-        record, known = self._records(optimizer, "step")
+        optimizer_state, record = self._records(optimizer, "step")
         refuse_closure(args, kwargs)
-        known.refuse_mixed()
+        record.refuse_mixed()
         step = self._step_without_gradients
         if any(p.grad is not None for p in optimizer_parameters(optimizer)):
-            fused = has_found_inf_support(optimizer)
-            step = self._step_unfused if not fused else self._step_by_scaler if known.takes_scaler else self._step_fused
+            fused_step = self._step_by_scaler if record.takes_scaler else self._step_fused
+            step = fused_step if has_found_inf_support(optimizer) else self._step_unfused
         if self._loop.ended:
             self._loop.evidence, self._loop.ended = [], False
         with shield():
-            result = step(optimizer, record, args, kwargs)
-        record["stage"] = OptState.STEPPED
-        known.last_call = self._loop.calls
+            result = step(optimizer, optimizer_state, args, kwargs)
+        optimizer_state["stage"] = OptState.STEPPED
+        record.last_call = self._loop.calls
         return result
 
-    def _step_unfused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        ready = record["stage"] is OptState.READY
+    def _step_unfused(self, optimizer: Any, optimizer_state: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        ready = optimizer_state["stage"] is OptState.READY
         if ready:
             with self._ranks.postpone():
-                self._unscale(optimizer, record)
-        found, evidence = self._decide(optimizer, record, None, agrees=ready)
+                self._unscale(optimizer, optimizer_state)
+        found, evidence = self._decide(optimizer, optimizer_state, None, agrees=ready)
         if can_read_without_sync(found.device):
             skipped = bool(found.item() > 0.0)
         else:
@@ -270,25 +270,25 @@ class GradScaler(ScalerState):
         evidence.record_decision(skipped)
         if not self._hooked:
             return None if skipped else optimizer.step(*args, **kwargs)
-        return maybe_optimizer_step(self)(optimizer, record, *args, **kwargs)
+        return maybe_optimizer_step(self)(optimizer, optimizer_state, *args, **kwargs)
 
     @functools.cached_property
     def _hooked(self) -> bool:
         """Whether a subclass overrides torch's hook for the step, which reads the flags once more."""
         return maybe_optimizer_step(type(self)) is not maybe_optimizer_step(GradScaler)
 
-    def _step_fused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    def _step_fused(self, optimizer: Any, optimizer_state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step with fused kernels, which divide by `grad_scale` and do nothing if `found_inf` is set."""
         divisor = getattr(optimizer, "grad_scale", None)
-        ready = record["stage"] is OptState.READY
+        ready = optimizer_state["stage"] is OptState.READY
         if ready:
             scale = self._scale_of_gradients()
             divisor = scale if divisor is None else scale * divisor
             grads = bucket_gradients(optimizer_parameters(optimizer))
             refuse_float16(grads)
             found = overflow_flag(grads, divisor, grows=self._may_grow() or divisor is not scale)
-            record["found_inf_per_device"] = {found.device: found}
-        found, evidence = self._decide(optimizer, record, divisor, agrees=ready)
+            optimizer_state["found_inf_per_device"] = {found.device: found}
+        found, evidence = self._decide(optimizer, optimizer_state, divisor, agrees=ready)
         if (
             can_read_without_sync(found.device) or self._loop.record_of(optimizer).lacks_momentum(optimizer)
         ) and found.item() > 0.0:
@@ -303,33 +303,33 @@ class GradScaler(ScalerState):
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
-    def _step_without_gradients(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    def _step_without_gradients(self, optimizer: Any, optimizer_state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step without local gradients: if no rank has any, nothing changes or counts; else decide with the others."""
-        ready, others = record["stage"] is OptState.READY, bool(record["found_inf_per_device"])
+        ready, others = optimizer_state["stage"] is OptState.READY, bool(optimizer_state["found_inf_per_device"])
         if others or (ready and self._ranks.group(optimizer_parameters(optimizer)) is not None):
-            found, evidence = self._decide(optimizer, record, None, agrees=ready)
+            found, evidence = self._decide(optimizer, optimizer_state, None, agrees=ready)
             others = others or self._ranks.any_has_gradients
         if others and found.item() > 0.0:
             return evidence.record_decision(True)
         if not others:
-            record["found_inf_per_device"] = {}
+            optimizer_state["found_inf_per_device"] = {}
             if not has_found_inf_support(optimizer):
                 raise GradientError("step() found no gradients in the optimizer's parameters. Call backward() first.")
         return optimizer.step(*args, **kwargs)
 
-    def _step_by_scaler(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    def _step_by_scaler(self, optimizer: Any, optimizer_state: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step by the older contract: the optimizer takes the scaler and does the rest itself."""
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        self._decide(optimizer, record, self._scale_of_gradients())
+        self._decide(optimizer, optimizer_state, self._scale_of_gradients())
         return result
 
     def _decide(
-        self, optimizer: Any, record: dict[str, Any], divisor: torch.Tensor | None, *, agrees: bool = False
+        self, optimizer: Any, optimizer_state: dict[str, Any], divisor: torch.Tensor | None, *, agrees: bool = False
     ) -> tuple[torch.Tensor, SkipEvidence]:
         """Return the flag that decides this step, and record it for `update` and the report. With `agrees`, the
         optimizer's flag is this rank's own: if there are several ranks, their flags are joined."""
         loop, scale = self._loop, self._scale_of_gradients()
-        flags = list(record["found_inf_per_device"].values())
+        flags = list(optimizer_state["found_inf_per_device"].values())
         parameters = optimizer_parameters(optimizer) if agrees and self._ranks.may_be_several() else []
         if self.skip == "all":
             flags += self._other_flags(optimizer, parameters)
@@ -338,7 +338,7 @@ class GradScaler(ScalerState):
         if group is not None:
             own = any(p.grad is not None for p in optimizer_parameters(optimizer))
             found = self._ranks.all_reduce_flag(found, group, has_gradients=own)
-        record["found_inf_per_device"] = {found.device: found}
+        optimizer_state["found_inf_per_device"] = {found.device: found}
         loop.stepped.append(loop.record_of(optimizer))
         loop.found = found
         evidence = SkipEvidence(loop.record_of(optimizer).optimizer, found, scale, divisor, loop.calls, loop.names)
@@ -354,14 +354,14 @@ class GradScaler(ScalerState):
         flags = [] if loop.found is None else [loop.found]
         seen: set[int] = set()
         partners = loop.record_of(optimizer).partners
-        for other, known in loop.optimizers():
+        for other, record in loop.optimizers():
             if loop.reachable is not None:
                 seen.update(map(id, optimizer_parameters(other)))
             if other is optimizer:
                 continue
             if self._is_unscaled(other):
                 flags += self._per_optimizer_states[id(other)]["found_inf_per_device"].values()
-            elif known in partners and known.last_call < loop.calls:
+            elif record in partners and record.last_call < loop.calls:
                 local_parameters += optimizer_parameters(other)
                 flags.append(
                     overflow_flag(bucket_gradients(optimizer_parameters(other)), scale, grows=self._may_grow())
@@ -393,7 +393,7 @@ class GradScaler(ScalerState):
             loop.least = self._scaler.min_scale
         else:
             records = self._per_optimizer_states.values()
-            flags = [flag for record in records for flag in record["found_inf_per_device"].values()]
+            flags = [flag for optimizer_state in records for flag in optimizer_state["found_inf_per_device"].values()]
             if not flags:
                 raise GradScalerError("update() was called, but no step() with gradients since the last update().")
             self._state = self._next_state(state, max_flag(flags, state.scale))

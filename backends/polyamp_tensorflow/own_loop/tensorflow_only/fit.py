@@ -7,8 +7,9 @@ a skipped update. The host checks for a stuck scale every `patience` batches.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -22,18 +23,17 @@ from polyamp.rules import step_checks, stuck_scale
 from polyamp_tensorflow.arrays import dtype_name, native_variable, to_numpy
 from polyamp_tensorflow.compat import build_symbolically, set_build_function
 from polyamp_tensorflow.models.layers import is_built, own_class
-from polyamp_tensorflow.models.saved_settings import add_setting, model_settings, remove_setting
+from polyamp_tensorflow.models.saved_settings import ModelSetting, add_setting, model_settings, remove_setting
 from polyamp_tensorflow.models.variables import model_variables, seed_variables
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.compile_arguments import check_compile_arguments, compile_model
 from polyamp_tensorflow.own_loop.tensorflow_only.loss_divisors import install_loss_counting, report_loss_divisors
 from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE, AppliedPolicy, matmul_precision, resolve_policy
+from polyamp_tensorflow.precision.tensorflow_only.policy_application import CACHED_FUNCTIONS
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizers import make_optimizer, resolve_groups
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.tensorflow_only.xla import needs_xla
-
-_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 
 
 def compile(  # noqa: A001  # Keras's word for it
@@ -167,7 +167,7 @@ def _install_guard(model: Any, precision: str | None) -> None:
     if several_workers:
         model.test_step = lambda data: _as_vectors(cls.test_step(model, data))
         set_build_function(model, _build_on_first_batch)
-    for name in _FUNCTIONS:
+    for name in CACHED_FUNCTIONS:
         setattr(model, f"make_{name}", _guard_function_maker(model, name, precision))
         setattr(model, name, None)
     for setting in model_settings(model):
@@ -177,7 +177,7 @@ def _install_guard(model: Any, precision: str | None) -> None:
 
 
 @keras.saving.register_keras_serializable(package="polyamp_tensorflow")
-class SavedGuard:
+class SavedGuard(ModelSetting):
     """Setting in a model's `.keras` file: the guard of the model, and its random seeds (S12)."""
 
     needs_compile: ClassVar[bool] = True
@@ -193,10 +193,6 @@ class SavedGuard:
         if self._model is not None:
             seeds = {name: to_numpy(variable).tolist() for name, variable in seed_variables(self._model).items()}
         return {"float32_matmul": self._precision, "seeds": seeds}
-
-    def suspend(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that does nothing: the guard is in no layer's configuration."""
-        return contextlib.nullcontext()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SavedGuard:
@@ -250,28 +246,29 @@ def _guard_function_maker(model: Any, name: str, precision: str | None) -> Calla
     def make(force: bool = False) -> Any:
         if getattr(model, name) is None or force:
             own(model, force)
-            setattr(model, name, _guard_function(model, getattr(model, name), name == "train_function", precision))
+            watch = stuck_scale.StuckScaleMonitor() if name == "train_function" else None
+            setattr(model, name, functools.partial(_run_guarded, model, getattr(model, name), precision, watch))
         return getattr(model, name)
 
     return make
 
 
-def _guard_function(
-    model: Any, function: Callable[..., Any], trains: bool, precision: str | None
-) -> Callable[..., Any]:
-    watch = stuck_scale.StuckScaleMonitor()
-
-    def run(*args: Any) -> Any:
-        with matmul_precision(precision):
-            result = function(*args)
-        optimizer = model.optimizer if trains else None
-        if not isinstance(optimizer, LossScaleOptimizer):
-            return result
-        if watch.is_due(optimizer.scaler, model.steps_per_execution, optimizer.accumulate_steps):
-            optimizer.raise_if_stuck()
+def _run_guarded(
+    model: Any,
+    function: Callable[..., Any],
+    precision: str | None,
+    watch: stuck_scale.StuckScaleMonitor | None,
+    *args: Any,
+) -> Any:
+    """Run a function that Keras made; check for a stuck scale when `watch`, that of a training function, is due."""
+    with matmul_precision(precision):
+        result = function(*args)
+    optimizer = model.optimizer
+    if watch is None or not isinstance(optimizer, LossScaleOptimizer):
         return result
-
-    return run
+    if watch.is_due(optimizer.scaler, model.steps_per_execution, optimizer.accumulate_steps):
+        optimizer.raise_if_stuck()
+    return result
 
 
 def _replace_keras_wrapper(model: Any) -> None:

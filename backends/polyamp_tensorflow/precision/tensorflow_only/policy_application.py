@@ -61,7 +61,8 @@ from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import (
 from polyamp_tensorflow.precision.tensorflow_only.mixed_dtype_errors import raise_mixed_dtype_errors
 from polyamp_tensorflow.precision.tensorflow_only.regularizers import float32_regularizer, original_regularizer
 
-_CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
+CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
+"""Attributes of a model with the functions that Keras made for `fit`, `evaluate` and `predict`."""
 _REPLACED_METHODS: Final = ("call", "add_loss", APPLY_SCORES, CALCULATE_SCORES, CONVERT_INPUTS, ADJUST_RANK)
 _STEP_METHODS: Final = ("train_step", "test_step", "compute_loss")
 _REGULARIZER: Final = "activity_regularizer"
@@ -225,7 +226,7 @@ def suspend_policies(model: Any) -> Iterator[None]:
 def drop_cached_functions(model: Any) -> None:
     """Make Keras retrace `fit`, `evaluate` and `predict`: a traced function keeps the dtypes from its tracing."""
     for module in list_layers(model):
-        for name in _CACHED_FUNCTIONS:
+        for name in CACHED_FUNCTIONS:
             if hasattr(module.layer, name):
                 setattr(module.layer, name, None)
 

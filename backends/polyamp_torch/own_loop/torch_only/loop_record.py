@@ -101,15 +101,15 @@ class LoopRecord:
 
     def record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return the record of an optimizer. Keyed by id, as in torch: not every optimizer is hashable."""
-        known = self._known.get(id(optimizer))
-        if known is None or known.optimizer() is not optimizer:
-            known = self._known[id(optimizer)] = OptimizerRecord(optimizer)
-        return known
+        record = self._known.get(id(optimizer))
+        if record is None or record.optimizer() is not optimizer:
+            record = self._known[id(optimizer)] = OptimizerRecord(optimizer)
+        return record
 
     def optimizers(self) -> list[tuple[Any, OptimizerRecord]]:
         """Return the optimizers that were stepped or unscaled and still exist, with their records."""
-        pairs = [(known.optimizer(), known) for known in self._known.values()]
-        return [(optimizer, known) for optimizer, known in pairs if optimizer is not None]
+        pairs = [(record.optimizer(), record) for record in self._known.values()]
+        return [(optimizer, record) for optimizer, record in pairs if optimizer is not None]
 
     def mark_shared(self) -> None:
         """Record that losses may be scaled without a call of `scale()` from now on."""
@@ -119,8 +119,8 @@ class LoopRecord:
 
     def record_scale_call(self, scale: torch.Tensor) -> None:
         """Record a call of `scale()` with this scale. The optimizers stepped since the last call stepped together."""
-        for known in self.stepped:
-            known.partners = self.stepped
+        for record in self.stepped:
+            record.partners = self.stepped
         self.calls += 1
         self.scaled, self.scaled_least = scale, self.least
         self.found, self.stepped = None, []
@@ -146,9 +146,9 @@ class LoopRecord:
         """Record the end of an iteration; `scale` is the next one's."""
         if self.shared:
             self.record_scale_call(scale)
-        self._known = {id(optimizer): known for optimizer, known in self.optimizers()}
-        for known in self._known.values():
-            known.mixed = []
+        self._known = {id(optimizer): record for optimizer, record in self.optimizers()}
+        for record in self._known.values():
+            record.mixed = []
         self.reachable = None
         self.ended = True
 
@@ -156,7 +156,7 @@ class LoopRecord:
 class _GradBeforeBackward(NamedTuple):
     """Gradient at the start of a backward pass."""
 
-    known: OptimizerRecord
+    record: OptimizerRecord
     name: str
     parameter: torch.Tensor
     grad: torch.Tensor | None
@@ -184,8 +184,8 @@ def _watch_unscaled_gradients(unscaled: Sequence[tuple[Any, OptimizerRecord]], n
     Clipping changes them too, but not during a backward pass.
     """
     before = [
-        _GradBeforeBackward(known, name, p, p.grad, -1 if p.grad is None else tensor_version(local_gradient(p.grad)))
-        for optimizer, known in unscaled
+        _GradBeforeBackward(record, name, p, p.grad, -1 if p.grad is None else tensor_version(local_gradient(p.grad)))
+        for optimizer, record in unscaled
         for name, p in zip(names.of(optimizer), optimizer_parameters(optimizer), strict=True)
     ]
     ended = functools.partial(_note_changed_gradients, before)
@@ -193,7 +193,7 @@ def _watch_unscaled_gradients(unscaled: Sequence[tuple[Any, OptimizerRecord]], n
 
 
 def _note_changed_gradients(before: list[_GradBeforeBackward]) -> None:
-    for known, name, p, grad, version in before:
+    for record, name, p, grad, version in before:
         changed = p.grad is not grad or (grad is not None and tensor_version(local_gradient(grad)) != version)
-        if changed and name not in known.mixed:
-            known.mixed.append(name)
+        if changed and name not in record.mixed:
+            record.mixed.append(name)

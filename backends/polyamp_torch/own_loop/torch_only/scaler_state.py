@@ -119,8 +119,8 @@ class ScalerState(torch.cuda.amp.GradScaler):
         )
 
     def _is_unscaled(self, optimizer: Any) -> bool:
-        record = self._per_optimizer_states.get(id(optimizer))
-        return record is not None and record["stage"] is OptState.UNSCALED
+        optimizer_state = self._per_optimizer_states.get(id(optimizer))
+        return optimizer_state is not None and optimizer_state["stage"] is OptState.UNSCALED
 
     def _next_state(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:
         """Return the state after rule S15; `found` is above 0 if a gradient was not finite.
