@@ -85,7 +85,7 @@ for _name, _seconds in {
     "tensorflow": (150, 540, 25, 40),
     "jax": (70, 280, 10, 40),
 }.items():
-    _quick = QUICK_XLA if _name == "jax" else []
+    _quick = [] if _name == "torch" else QUICK_XLA
     SUITES[f"conformance-{_name}"] = Suite([*CONFORMANCE, *_quick, f"--polyamp-backend={_name}"], _seconds[0])
     SUITES[f"smoke-{_name}"] = Suite([*CONFORMANCE, f"--polyamp-backend={_name}", "-k", SMOKE], 30)
     SUITES[f"backend-{_name}"] = Suite([*PYTEST, *_quick, f"tests/backends/{_name}"], _seconds[1])
