@@ -30,6 +30,10 @@ class OptimizerShards:
         self._state: Any = defaultdict(dict)
         self._of: list[Any] = [None]
 
+    def plain(self, tensor: Any) -> Any:
+        """Return the local tensor of one of the optimizer's tensors; the same object each time."""
+        return local_tensor_of(tensor)
+
     @contextlib.contextmanager
     def inside(
         self,
@@ -51,7 +55,7 @@ class OptimizerShards:
         given = []
         try:
             for p, grad in zip(parameters, grads, strict=True):
-                local = local_tensor_of(p)
+                local = self.plain(p)
                 local.grad = grad
                 given.append((p, local))
             for group, part in zip(groups, self._lists, strict=True):
@@ -75,10 +79,10 @@ class OptimizerShards:
         if len(self._lists) != len(groups):
             self._lists = [[] for _ in groups]
         for part, group in zip(self._lists, groups, strict=True):  # the same list objects: kernels refer to them
-            part[:] = map(local_tensor_of, group["params"])
+            part[:] = map(self.plain, group["params"])
         self._state.clear()
         for p, slots in optimizer.state.items():
-            self._state[local_tensor_of(p)] = {slot: local_tensor_of(value) for slot, value in slots.items()}
+            self._state[self.plain(p)] = {slot: self.plain(value) for slot, value in slots.items()}
         self._of = list(_optimizer_contents(optimizer))
 
 
