@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from polyamp.float_formats import HALF_DTYPES
+from polyamp.records import Record
 
 
 class ModulePrecision(NamedTuple):
@@ -31,7 +32,7 @@ class ModulePrecision(NamedTuple):
     kept: bool
 
 
-class ResolvedPolicy:
+class ResolvedPolicy(Record):
     """Policy resolved for one model. Frozen and hashable; equal if policy and overridden paths are equal.
 
     Args:
@@ -56,74 +57,46 @@ class ResolvedPolicy:
         (True, 'float32', ('float16',))
     """
 
-    __slots__ = (
-        "_hash",
-        "_key",
-        "_places",
-        "cast",
-        "compute",
-        "float32_matmul",
-        "float64",
-        "kept",
-        "mixes",
-        "narrow",
-        "op_rules",
-        "output",
-        "overridden",
-        "param",
-        "policy",
-        "root",
-    )
-
     policy: Any
-    param: str
-    compute: str
-    output: str
-    float32_matmul: str | None
-    op_rules: Mapping[str, str]
-    cast: bool
-    float64: bool
     overridden: Mapping[str, str]
-    root: ModulePrecision
-    kept: bool
-    mixes: bool
-    narrow: tuple[str, ...]
-    _hash: int
-    _key: tuple[Any, ...]
-    _places: dict[str, ModulePrecision]
+    param: ClassVar[str]
+    compute: ClassVar[str]
+    output: ClassVar[str]
+    float32_matmul: ClassVar[str | None]
+    op_rules: ClassVar[Mapping[str, str]]
+    cast: ClassVar[bool]
+    float64: ClassVar[bool]
+    root: ClassVar[ModulePrecision]
+    kept: ClassVar[bool]
+    mixes: ClassVar[bool]
+    narrow: ClassVar[tuple[str, ...]]
+    _places: ClassVar[dict[str, ModulePrecision]]  # these are per instance, no fields
 
-    def __init__(self, policy: Any, overridden: Mapping[str, str]) -> None:
-        found = dict(overridden)
+    def __post_init__(self) -> None:
+        policy, found = self.policy, dict(self.overridden)
         dtypes = {policy.compute, *found.values()}
-        key = (policy, tuple(sorted(found.items())))
         fields: dict[str, Any] = {
-            "policy": policy,
             **{name: getattr(policy, name) for name in ("param", "compute", "output", "float32_matmul", "op_rules")},
             "cast": policy.mode == "cast",
-            "float64": "float64" in (policy.param, policy.compute, policy.output),
+            "float64": policy.casts_float64,
             "overridden": MappingProxyType(found),
             "kept": policy.mode != "cast" and policy.op_list == "polyamp",
             "mixes": any(_is_mixed(policy, dtype) for dtype in dtypes),
             "narrow": tuple(sorted(dtypes.intersection(HALF_DTYPES))),
-            "_key": key,
-            "_hash": hash(key),
             "_places": {path: module_precision(policy, dtype) for path, dtype in found.items()},
             "root": module_precision(policy, None),
         }
         for name, value in fields.items():
-            object.__setattr__(self, name, value)
+            self._set_field(name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("Plan is frozen; make another with policy.plan(paths).")
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or bool(self._key == other._key) if isinstance(other, ResolvedPolicy) else NotImplemented
+    def _key(self) -> tuple[Any, ...]:
+        return self.policy, tuple(sorted(self.overridden.items()))
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ResolvedPolicy, (self.policy, dict(self.overridden))
+    def _init_arguments(self) -> dict[str, Any]:
+        return {"policy": self.policy, "overridden": dict(self.overridden)}  # a mapping proxy cannot be pickled
 
     def __repr__(self) -> str:
         return f"Plan({self.policy}, overridden={dict(self.overridden)})"

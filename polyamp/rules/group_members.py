@@ -7,7 +7,7 @@ a framework's own optimizer, one member applies to all parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import RecipeError
@@ -15,6 +15,7 @@ from polyamp.recipe import module_aliases, overrides
 from polyamp.recipe.groups import RATE_FIELDS, Group
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
+from polyamp.records import Record
 from polyamp.rules.parameter_kinds import ParameterLeaf, paths_of_kind
 from polyamp.schedules import ScaledSchedule
 
@@ -52,7 +53,7 @@ class GroupHyperparameters(NamedTuple):
         return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
 
 
-class GroupMembers:
+class GroupMembers(Record):
     """Hyperparameters of every parameter. Frozen and hashable.
 
     Args:
@@ -64,17 +65,17 @@ class GroupMembers:
         order: the indices without the paths.
     """
 
-    __slots__ = ("_key", "distinct", "numbers", "order")
-
-    distinct: tuple[GroupHyperparameters, ...]
+    distinct: Sequence[GroupHyperparameters]
     numbers: Mapping[str, int]
-    order: tuple[int, ...]
+    order: ClassVar[tuple[int, ...]]  # per instance, no field
 
-    def __init__(self, distinct: Sequence[GroupHyperparameters], numbers: Mapping[str, int]) -> None:
-        self.distinct = tuple(distinct)
-        self.numbers = dict(numbers)
-        self.order = tuple(self.numbers.values())
-        self._key = (self.distinct, tuple(self.numbers.items()))
+    def __post_init__(self) -> None:
+        self._set_field("distinct", tuple(self.distinct))
+        self._set_field("numbers", dict(self.numbers))
+        self._set_field("order", tuple(self.numbers.values()))
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.distinct, tuple(self.numbers.items())
 
     @property
     def is_uniform(self) -> bool:
@@ -93,15 +94,6 @@ class GroupMembers:
     def each(self) -> list[GroupHyperparameters]:
         """Return the hyperparameters of every parameter, in the parameters' order."""
         return [self.distinct[number] for number in self.order]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or self._key == other._key if isinstance(other, GroupMembers) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash((self.distinct, self.order))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GroupMembers, (self.distinct, self.numbers)
 
     def __repr__(self) -> str:
         lines = [f"Members of {len(self.numbers)} parameters:"]
