@@ -380,10 +380,10 @@ def test_s12_a_skipped_step_of_a_training_library_takes_it_back(change: Callable
     net = Net(change)
     before, scaler = Contents(net), LoopScaler(polyamp.LossScaler(), device="cpu")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scaler.remember(net)
+    scaler.snapshot_buffers(net)
     scaler.scale(infinite(net, BATCH)).backward()
     scaler.step(optimizer)
-    assert scaler.skipped(optimizer)
+    assert scaler.has_skipped(optimizer)
     before.check(net)
 
 
@@ -395,7 +395,7 @@ def test_a_training_library_remembers_a_module_that_has_no_buffer_yet() -> None:
 
     net = Later(4, 4)
     optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), LoopScaler(polyamp.LossScaler(), device="cpu")
-    scaler.remember(net)
+    scaler.snapshot_buffers(net)
     scaler.scale(infinite(net, BATCH)).backward()
     scaler.step(optimizer)
     assert list(net.state_dict()) == ["weight", "bias"]
