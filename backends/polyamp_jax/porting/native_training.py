@@ -97,7 +97,7 @@ class JaxTraining:
         scaler = self.loss_scaler
         if self._fields is not None:
             state = {name: arrays[f"loss_scale/{name}"].item() for name in self._fields.state}
-            scaler = self._fields.replaced(state)
+            scaler = self._fields.replace(state)
         return JaxTraining(model, optimizer, scaler)
 
 

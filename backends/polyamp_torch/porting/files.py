@@ -50,14 +50,14 @@ class _FileContent(NamedTuple):
     Attributes:
         arrays: key in the file -> values.
         tensors: the same as torch tensors; empty for safetensors.
-        whole: the unpickled object of a torch file.
+        unpickled: the object in a torch file; None for safetensors.
         metadata: metadata of a safetensors file.
         ordered: whether the keys are in the model's order.
     """
 
     arrays: Mapping[str, Lazy]
     tensors: Mapping[str, torch.Tensor]
-    whole: Any
+    unpickled: Any
     metadata: Mapping[str, str]
     ordered: bool
 
@@ -97,17 +97,17 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
             raise PortError(f"{name!r} is {shape} in {like}. Received: {list(array.shape)}.")
     if path.suffix not in (".safetensors", *_PICKLE_SUFFIXES):
         raise _suffix_error(path)
-    if content.whole is None and path.suffix == ".safetensors":
+    if content.unpickled is None and path.suffix == ".safetensors":
         new = {key: leaves.get(short[key], array) for key, array in content.arrays.items()}
         safetensors.write(path, new, _safetensors_metadata(content))
         return
-    if content.whole is None or path.suffix == ".safetensors":
+    if content.unpickled is None or path.suffix == ".safetensors":
         raise PortError(f"{path} would be another kind of file than {like}, whose layout it takes. Name it alike.")
     made: dict[tuple[Any, ...], torch.Tensor] = {}
     for key, name in short.items():
         if name in leaves:
             made[storage_key(content.tensors[key])] = _to_tensor(leaves[name])
-    _save_atomically(_replace_tensors(content.whole, made), path)
+    _save_atomically(_replace_tensors(content.unpickled, made), path)
 
 
 def write_model(path: Path, model: Any) -> None:

@@ -144,8 +144,8 @@ def port_state(
         plan.comparison.unseen,
         recipe=changed,
     )
-    assert theirs.replaced is not None
-    return theirs.replaced({name: np.ascontiguousarray(a) if a.ndim else a for name, a in arrays.items()}), report
+    assert theirs.replace_arrays is not None
+    return theirs.replace_arrays({name: np.ascontiguousarray(a) if a.ndim else a for name, a in arrays.items()}), report
 
 
 def _random_stream_notes(target: TrainingSide) -> list[str]:
@@ -243,7 +243,7 @@ def _check_recipe(changed: Sequence[SettingChange], source: TrainingSide, target
     Raises:
         PortError: the message lists every difference.
     """
-    if changed and source.whole and target.whole:
+    if changed and source.has_recipe and target.has_recipe:
         said = "\n".join(f"  {change}" for change in changed)
         raise PortError(
             f"{source.name} is trained with another recipe than {target.name}, whose own is the one that trains.\nThe "

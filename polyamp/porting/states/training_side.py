@@ -107,8 +107,8 @@ class TrainingSide:
         optimizer: layout of its optimizer's arrays.
         settings: known settings of its recipe as plain values, without the optimizer.
         scaler: its loss scaler; None if there is none or it is unknown.
-        whole: whether it has a complete recipe with all settings.
-        replaced: function from arrays to the state with them; None for a checkpoint.
+        has_recipe: whether it has a complete recipe with all settings.
+        replace_arrays: function from arrays to the state with them; None for a checkpoint.
     """
 
     name: str
@@ -118,8 +118,8 @@ class TrainingSide:
     optimizer: OptimizerLayout
     settings: Mapping[str, Any]
     scaler: LossScaler | None
-    whole: bool
-    replaced: Callable[[Mapping[str, Array]], Any] | None
+    has_recipe: bool
+    replace_arrays: Callable[[Mapping[str, Array]], Any] | None
 
     @property
     def step(self) -> int | None:
@@ -190,7 +190,7 @@ def _side_of_native_training(given: Training) -> TrainingSide:
     name = f"the {backend.name} training"
     scaler = LossScaler(**native.scaler) if native.scaler else None
 
-    def replaced(new: Mapping[str, Array]) -> Training:
+    def replace_arrays(new: Mapping[str, Array]) -> Training:
         made = native.replaced({name: array for name, array in new.items() if name != "step"})
         return Training(made.model, made.optimizer, made.loss_scaler, None if given.step is None else int(new["step"]))
 
@@ -203,7 +203,7 @@ def _side_of_native_training(given: Training) -> TrainingSide:
         {} if scaler is None else {"scaler": {name: getattr(scaler, name) for name in _SCALER_RULE_FIELDS}},
         scaler,
         False,
-        replaced,
+        replace_arrays,
     )
 
 

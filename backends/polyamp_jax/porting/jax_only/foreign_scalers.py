@@ -22,13 +22,13 @@ class ScalerFields(NamedTuple):
         preset: the name of its rule in `LossScaler.like`.
         constants: fields of a `LossScaler`.
         state: fields of a `LossScaleState`, as NumPy scalars.
-        replaced: function from new values of those fields to the library's object with them.
+        replace: function from new values of those fields to the library's object with them.
     """
 
     preset: str
     constants: Mapping[str, Any]
     state: Mapping[str, Any]
-    replaced: Callable[[Mapping[str, float]], Any]
+    replace: Callable[[Mapping[str, float]], Any]
 
 
 def scaler_fields(scaler: Any) -> ScalerFields | None:
@@ -66,7 +66,7 @@ def scaler_fields(scaler: Any) -> ScalerFields | None:
 def _flax_fields(scaler: Any) -> ScalerFields:
     least = {} if scaler.minimum_scale is None else {"min_scale": max(float(scaler.minimum_scale), 2.0**-126)}
 
-    def replaced(new: Mapping[str, float]) -> Any:
+    def replace(new: Mapping[str, float]) -> Any:
         # flax compares the count with the interval by ==, so a larger count would never grow the scale again
         return scaler.replace(
             scale=jnp.float32(new["scale"]), fin_steps=jnp.int32(min(new["good_steps"], scaler.growth_interval))
@@ -81,12 +81,12 @@ def _flax_fields(scaler: Any) -> ScalerFields:
             **least,
         },
         {"scale": np.float32(scaler.scale), "good_steps": np.int32(scaler.fin_steps)},
-        replaced,
+        replace,
     )
 
 
 def _jmp_fields(scaler: Any) -> ScalerFields:
-    def replaced(new: Mapping[str, float]) -> Any:
+    def replace(new: Mapping[str, float]) -> Any:
         counter = np.asarray(min(new["good_steps"], int(scaler.period) - 1), np.asarray(scaler.counter).dtype)
         return dataclasses.replace(_replace_jmp_fields(scaler, new), counter=jnp.asarray(counter))
 
@@ -99,7 +99,7 @@ def _jmp_fields(scaler: Any) -> ScalerFields:
             "min_scale": float(scaler.min_loss_scale),
         },
         {"scale": np.float32(scaler.loss_scale), "good_steps": np.int32(scaler.counter)},
-        replaced,
+        replace,
     )
 
 
