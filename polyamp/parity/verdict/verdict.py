@@ -14,7 +14,14 @@ from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
 from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.distances import EntryComparison, own_distance, prefer_float64_distance, scalar_distance
+from polyamp.parity.verdict.distances import (
+    EntryComparison,
+    has_equal_layout,
+    is_rounding_only,
+    own_distance,
+    prefer_float64_distance,
+    scalar_distance,
+)
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
@@ -27,8 +34,6 @@ _GRADIENT_FLOOR_SHARE: Final = 0.1
 """Least scale of a gradient, relative to the largest: terms of a sum may cancel (a key's bias), their rounding not."""
 _KINK_ZERO_SHARE: Final = 1 / 64
 """Share of zeros in the gradient with respect to an output above which units count as switched off."""
-_ROUNDING_GRADIENT_SHARE: Final = 1e-2
-"""Largest norm of a float32 gradient, relative to that under the policy, at which the latter is rounding alone."""
 
 
 class PhaseTrace(NamedTuple):
@@ -291,7 +296,7 @@ class _PhaseComparison:
         a, b = one.sketch, two.sketch
         assert a is not None
         assert b is not None
-        if not _has_equal_layout(a.shape, b.shape):
+        if not has_equal_layout(a.shape, b.shape):
             self._add_note(
                 f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "
                 f"{self._labels[1]}: its {one.what} is not compared"
@@ -300,7 +305,7 @@ class _PhaseComparison:
         scale = max(a.norm, b.norm)
         own = own_distance(one, wide[0]), own_distance(two, wide[1])
         allowed = self._allowed_distance(own, depth, max(scale, min_scale), one)
-        if one.what == "gradient" and not self._tolerance.wide and _is_rounding_only((one, two), wide):
+        if one.what == "gradient" and not self._tolerance.wide and is_rounding_only((one, two), wide):
             allowed = max(allowed, FACTOR * max(each for each in own if each is not None))
         kind = ""
         narrow = [each.dtype in HALF_DTYPES for each in (a, b)]
@@ -425,24 +430,6 @@ def _has_overflow(ours: StepEntries, theirs: StepEntries) -> bool:
         [e.number for e in step.values() if e.what == "grad_norm" and e.number is not None] for step in (ours, theirs)
     ]
     return all(found) and not any(math.isfinite(number) for each in found for number in each)
-
-
-def _is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry | None]) -> bool:
-    """Return whether a gradient is rounding alone on both sides, as their float32 runs show. Example: the bias of a
-    convolution before a batch normalization, whose terms add up to 0."""
-    return all(
-        each is not None
-        and each.sketch is not None
-        and side.sketch is not None
-        and each.sketch.norm <= _ROUNDING_GRADIENT_SHARE * side.sketch.norm
-        for side, each in zip(sides, wide, strict=True)
-    )
-
-
-def _has_equal_layout(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes are equal up to axes of length 1, or one is a flattened form of the other."""
-    some, others = ([length for length in shape if length != 1] for shape in (one, other))
-    return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))
 
 
 def _comparison_row(phase: str, found: EntryComparison) -> ComparisonRow:
