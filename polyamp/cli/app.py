@@ -21,8 +21,7 @@ from rich.console import Console
 
 import polyamp
 from polyamp.cli import port, tables
-from polyamp.cli.progress import show_progress
-from polyamp.demo import runner
+from polyamp.demo import digits
 from polyamp.demo.report import DemoReport
 from polyamp.errors import PolyampError
 from polyamp.files import write_atomically
@@ -47,7 +46,7 @@ Policies = Annotated[
         "--policies",
         metavar="A,B",
         help="Policies, in any spelling; float32 is always among them. Repeat the option for one that holds commas. "
-        f"(default: {','.join(runner.POLICIES)}).",
+        f"(default: {','.join(digits.POLICIES)}).",
     ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
@@ -78,10 +77,10 @@ def version(
 @app.command()
 def demo(
     backends: Backends = None,
-    steps: Steps = runner.STEPS,
+    steps: Steps = digits.STEPS,
     python: Interpreters = None,
     out: Out = Path("out"),
-    timeout: Timeout = runner.TIMEOUT,
+    timeout: Timeout = digits.TIMEOUT,
     json: Json = False,
 ) -> None:
     """Train one recipe on handwritten digits in every framework and policy, and compare the curves."""
@@ -103,7 +102,7 @@ def parity(
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", min=1, help=f"Training steps (default: what FILE.py says; {runner.STEPS} of a recipe)."
+            "--steps", min=1, help=f"Training steps (default: what FILE.py says; {digits.STEPS} of a recipe)."
         ),
     ] = None,
     python: Interpreters = None,
@@ -127,8 +126,8 @@ def parity(
     Exit status: 0 they agree; 1 they do not, or a side failed; 2 a wrong argument or file.
     """
     if file.suffix != ".py":
-        where, limit = out or Path("out"), timeout or runner.TIMEOUT
-        _run_digits("parity", file, backends, policies, steps or runner.STEPS, python, where, limit, json)
+        where, limit = out or Path("out"), timeout or digits.TIMEOUT
+        _run_digits("parity", file, backends, policies, steps or digits.STEPS, python, where, limit, json)
         return
     if policies:
         _exit_with_error(f"--policies is for recipes: {file.name} says with recipe= what to train with.")
@@ -214,6 +213,9 @@ def _run_digits(
 ) -> None:
     if missing := [distribution for name, distribution in _DEMO_PACKAGES.items() if find_spec(name) is None]:
         _exit_with_error(f'polyamp {command} needs {", ".join(missing)}. Run: pip install "polyamp[demo]"')
+    from polyamp.cli.progress import show_progress
+    from polyamp.demo import runner
+
     console = _make_console(stderr=json)
     interpreters = dict(_parse_interpreter(item) for item in python or ())
     try:
@@ -223,7 +225,7 @@ def _run_digits(
             report = runner.run(
                 loaded,
                 backends=_split_names(backends) if backends is not None else None,
-                policies=[word for item in policies for word in _split_names(item)] if policies else runner.POLICIES,
+                policies=[word for item in policies for word in _split_names(item)] if policies else digits.POLICIES,
                 steps=steps,
                 interpreters=interpreters,
                 timeout=timeout,

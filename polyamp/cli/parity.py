@@ -61,7 +61,7 @@ def compare_file(file: Path, given: CompareOptions, console: Console, *, json: b
         PolyampError: the file, or a value in it, is invalid.
     """
     arguments = _run_arguments(_module_values(file), given, file)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with exit_on_sigterm(), show_progress(console) as on_event:
@@ -71,7 +71,7 @@ def compare_file(file: Path, given: CompareOptions, console: Console, *, json: b
                 typer.echo(note, err=True)
             return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
     typer.echo(str(report), err=json)
-    for each in said:
+    for each in caught:
         typer.echo(f"warning: {each.message}", err=True)
     if arguments.get("out") is not None:
         for name in ("report.html", "report.png", "report.json"):
@@ -84,11 +84,11 @@ def compare_file(file: Path, given: CompareOptions, console: Console, *, json: b
 
 def _module_values(file: Path) -> dict[str, Any]:
     """Return the names that the file defines. Imports in it resolve as with `python FILE.py`."""
-    place = file.resolve()
-    sys.path.insert(0, str(place.parent))
-    name = place.stem if place.stem.isidentifier() and place.stem not in sys.modules else MAIN_MODULE
+    resolved = file.resolve()
+    sys.path.insert(0, str(resolved.parent))
+    name = resolved.stem if resolved.stem.isidentifier() and resolved.stem not in sys.modules else MAIN_MODULE
     try:
-        return vars(load_module_file(name, place))
+        return vars(load_module_file(name, resolved))
     except PolyampError:
         raise
     except Exception as error:
@@ -124,5 +124,5 @@ def _run_arguments(values: Mapping[str, Any], given: CompareOptions, file: Path)
                 found[name] = {label: value[label] for label in given.sides}
     if given.interpreters:
         found["interpreters"] = {**(found.get("interpreters") or {}), **given.interpreters}
-    said = {"steps": given.steps, "timeout": given.timeout, "out": given.out}
-    return found | {name: value for name, value in said.items() if value is not None}
+    caught = {"steps": given.steps, "timeout": given.timeout, "out": given.out}
+    return found | {name: value for name, value in caught.items() if value is not None}

@@ -139,6 +139,6 @@ def _json_data(value: Any) -> Any:
 
 
 def _exit_with_error(error: BaseException, status: int) -> None:
-    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    typer.echo(f"error: {said}", err=True)
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    typer.echo(f"error: {text}", err=True)
     sys.exit(status)

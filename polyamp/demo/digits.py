@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+POLICIES: Final = ("float32", "mixed_bfloat16", "mixed_float16")
+STEPS: Final = 200
+BATCH_SIZE: Final = 64
+TIMEOUT: Final = 900.0
+"""Seconds a framework may take for all its policies before its process is ended."""
 ROWS: Final = 8
 WIDTH: Final = 32
 HEADS: Final = 4

@@ -17,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.demo import digits
+from polyamp.demo.digits import BATCH_SIZE, POLICIES, STEPS, TIMEOUT
 from polyamp.demo.report import DemoReport, FrameworkFailure, FrameworkRun, compare
 from polyamp.demo.worker import DemoEvent, DemoMessage, DigitsJob, PolicyResultEvent
 from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
@@ -33,12 +33,6 @@ from polyamp.parity.execution.worker_pool import SideProcess, WorkerPool
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-
-POLICIES: Final = ("float32", "mixed_bfloat16", "mixed_float16")
-STEPS: Final = 200
-BATCH_SIZE: Final = 64
-TIMEOUT: Final = 900.0
-"""Seconds a framework may take for all its policies before its process is ended."""
 
 OnEvent = Callable[[ParityEvent], None]
 

@@ -127,7 +127,7 @@ def compare(
                 record.end_phase(*participant.record(phase, alignment, batches[number], steps, path))
             records.append(record)
         report = build_report(records, phases, steps, randomness, began)
-    return msgspec.structs.replace(report, phases=[phase.shown for phase in phases])  # float64 also where it failed
+    return msgspec.structs.replace(report, phases=[phase.title for phase in phases])  # float64 also where it failed
 
 
 def _value_per_side(value: Any) -> tuple[Any, Any]:

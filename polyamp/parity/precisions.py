@@ -29,14 +29,14 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: `FLOAT32`, `FLOAT64` or `POLICY`.
         wide: whether the model runs in float64.
-        shown: name in reports: the policy in its usual spelling.
-        looks: whether it is a single forward and backward pass without training.
+        title: name in reports: the policy in its usual spelling.
+        pass_only: whether it is a single forward and backward pass without training.
     """
 
     name: str
     wide: bool = False
-    shown: str = ""
-    looks: bool = False
+    title: str = ""
+    pass_only: bool = False
 
 
 def resolve_recipe(recipe: Any, model: Any) -> Recipe | None:
@@ -98,12 +98,12 @@ def comparison_phases(recipes: tuple[Recipe | None, ...], parameters: int) -> li
     """
     found = []
     if all(recipe is None or recipe.policy.param == FLOAT32 for recipe in recipes):
-        found.append(Phase(name=FLOAT32, shown=FLOAT32))
+        found.append(Phase(name=FLOAT32, title=FLOAT32))
         if parameters <= FLOAT64_PASS_LIMIT:
-            found.append(Phase(name=FLOAT64, wide=True, shown=FLOAT64, looks=parameters > FLOAT64_TRAINING_LIMIT))
+            found.append(Phase(name=FLOAT64, wide=True, title=FLOAT64, pass_only=parameters > FLOAT64_TRAINING_LIMIT))
     if any(recipe is not None and (recipe.policy.is_mixed or recipe.policy.param != FLOAT32) for recipe in recipes):
         policies = dict.fromkeys(_policy_name(recipe.policy) for recipe in recipes if recipe is not None)
-        found.append(Phase(name=POLICY, shown=" / ".join(policies)))
+        found.append(Phase(name=POLICY, title=" / ".join(policies)))
     return found
 
 

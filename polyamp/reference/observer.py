@@ -35,7 +35,7 @@ class ReferenceObserver:
     """
 
     @contextmanager
-    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
+    def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
         """Yield a copy of the model."""
         if not isinstance(model, MLP):
             raise ModelError(f"the reference backend watches models of class MLP. Received: {describe_value(model)}.")
@@ -45,17 +45,17 @@ class ReferenceObserver:
         yield model.with_arrays(*copies)
 
     @contextmanager
-    def still(self, model: Any, draws: UniformSource | None) -> Iterator[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> Iterator[None]:
         """Do nothing: an `MLP` draws no random numbers."""
         yield
 
-    def watch(self, state: Any, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+    def capture_pass(self, state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         """Run one pass; hooks of the layers record outputs and cotangents."""
         scale = float(state.scale_state.scale) if state.recipe.loss_scaler.scales else 1.0
         calls: Counter[str] = Counter()
 
         def tell(path: str, what: CaptureKind, array: Array, by: float) -> None:
-            see(path, what, _unscaled_copy(array, by), dtype_name(array.dtype))
+            on_capture(path, what, _unscaled_copy(array, by), dtype_name(array.dtype))
 
         def shown(path: str, output: Tensor, given: Tensor | None) -> Tensor:
             calls[path] += 1

@@ -44,12 +44,12 @@ class PassTraceInfo(NamedTuple):
         shown: (path, what) of the returned arrays in the order of computation, except that a module's input comes
             right before its output.
         operations: the operations that ran, by module.
-        unseen: why outputs of submodules are not visible; "" if they are.
+        hidden_reason: why outputs of submodules are not visible; "" if they are.
     """
 
     shown: tuple[tuple[str, CaptureKind], ...]
     operations: tuple[OperationCount, ...]
-    unseen: str
+    hidden_reason: str
 
 
 class PassOutputs(NamedTuple):

@@ -24,7 +24,7 @@ _block_numbers: Final = itertools.count(1)
 
 @contextlib.contextmanager
 def disable_dropout(draws: UniformSource | None) -> Iterator[None]:
-    """Return the context manager of `Observer.still`, for every supported library."""
+    """Return the context manager of `Observer.disable_dropout`, for every supported library."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(compat.separate_trace_cache("still" if draws is None else f"draws {next(_block_numbers)}"))
         if draws is None:

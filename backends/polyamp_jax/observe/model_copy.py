@@ -19,7 +19,7 @@ from polyamp_jax.porting.jax_only.library_lookup import find_library
 
 @contextlib.contextmanager
 def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
-    """Return the context manager of `Observer.working`. With `wide`, x64 is on for this thread inside the block."""
+    """Return the context manager of `Observer.model_copy`. With `wide`, x64 is on for this thread inside the block."""
     adapt(model)  # raises if it is not a model
     with contextlib.ExitStack() as stack:
         if wide:

@@ -23,17 +23,17 @@ class JaxObserver:
         self._captures: dict[int, PassCapture] = {}
 
     @contextlib.contextmanager
-    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
+    def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
         with model_copy(model, wide=wide, inference=inference) as made:
             try:
                 yield made
             finally:
                 self._captures.clear()
 
-    def still(self, model: Any, draws: UniformSource | None) -> contextlib.AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> contextlib.AbstractContextManager[None]:
         return disable_dropout(draws)
 
-    def watch(self, state: Any, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+    def capture_pass(self, state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         watching = self._captures.setdefault(id(loss_fn), PassCapture(loss_fn))
         try:
             with compat.separate_trace_cache("watch", strictly=False):
@@ -47,13 +47,15 @@ class JaxObserver:
         dtypes = [str(array.dtype) for array in passed.arrays]
         arrays, cotangents = passed.arrays, passed.cotangents
         for number, (path, what) in enumerate(found.shown):
-            see(path, what, host_array(arrays[number]), dtypes[number])
+            on_capture(path, what, host_array(arrays[number]), dtypes[number])
             arrays[number] = None  # free each array once it is reported
         for number in reversed(range(len(found.shown))):
             if cotangents[number] is not None:
-                see(found.shown[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
+                on_capture(found.shown[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
                 cotangents[number] = None
-        return PassRecord(float(passed.loss), LeafGradients(state, passed.gradients), found.operations, found.unseen)
+        return PassRecord(
+            float(passed.loss), LeafGradients(state, passed.gradients), found.operations, found.hidden_reason
+        )
 
 
 OBSERVER: Final = JaxObserver()

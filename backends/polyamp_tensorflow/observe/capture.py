@@ -31,8 +31,8 @@ from polyamp_tensorflow.step.step import build_models
 Array = np.ndarray[Any, Any]
 
 
-def capture_pass(state: Any, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
-    """Run `value_and_grad(loss_fn, compile=False)` on the state, as in `Observer.watch`.
+def capture_pass(state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
+    """Run `value_and_grad(loss_fn, compile=False)` on the state, as in `Observer.capture_pass`.
 
     A `tf.function` of the user runs as Python. An output is the result of a layer's `call`, before a policy rounds it
     for the layers that follow; of a tuple or a dict, the first array. It passes through an identity operation, whose
@@ -51,16 +51,18 @@ def capture_pass(state: Any, loss_fn: LossFunction, batch: Any, see: CaptureCall
     model, holds = state.model, read_keras_model(state.model)
     scale = float(state.scale_state.scale) if state.recipe.loss_scaler.scales else 1.0
     replicas = len(state.strategy.extended.worker_devices) if has_several_replicas(state.strategy) else 1
-    parts = ReplicaOutputs(see, replicas, rows_per_replica(batch, replicas))
+    parts = ReplicaOutputs(on_capture, replicas, rows_per_replica(batch, replicas))
     operations = OpDtypeRecorder(wanted=int(state.step) == 0)
-    probes = OutputProbes(parts.see, scale, operations)
+    probes = OutputProbes(parts.on_capture, scale, operations)
     with _preserve_state(state), _run_eagerly(), probes.inside(model, holds.paths), explain_float64_errors(state):
         run = state.backend.value_and_grad(probes.wrap_loss(loss_fn, model), compile=False)
         result, (gradients,) = run([state], batch)
     parts.finish()
     loss = result[0] if isinstance(result, tuple) else result
-    unseen = "" if is_layer(model) else f"{type(model).__qualname__} is no Keras layer, so its parts are not seen."
-    return PassRecord(float(loss), _gradients_by_leaf(state, holds, gradients.values), operations.rows(), unseen)
+    hidden_reason = (
+        "" if is_layer(model) else f"{type(model).__qualname__} is no Keras layer, so its parts are not seen."
+    )
+    return PassRecord(float(loss), _gradients_by_leaf(state, holds, gradients.values), operations.rows(), hidden_reason)
 
 
 def _gradients_by_leaf(state: Any, holds: KerasInventory, gradients: Mapping[str, Any]) -> dict[str, Array | None]:

@@ -33,7 +33,7 @@ _TRUNCATION_LIMIT: Final = 2.0
 
 @contextlib.contextmanager
 def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[None]:
-    """Disable or share dropout in the block, as in `Observer.still`.
+    """Disable or share dropout in the block, as in `Observer.disable_dropout`.
 
     It affects functions that are traced in the block, and layers whose `call` is a `tf.function`.
 

@@ -28,7 +28,7 @@ from polyamp_tensorflow.precision.policy_module import TRAINING_MODE
 
 @contextlib.contextmanager
 def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
-    """Yield the model itself, as in `Observer.working`. Its values are stored once, on the host.
+    """Yield the model itself, as in `Observer.model_copy`. Its values are stored once, on the host.
 
     On exit these are restored:
 

@@ -34,14 +34,14 @@ class KerasObserver:
         [0.5, 0.5]
     """
 
-    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
+    def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(native_model(model), wide=wide, inference=inference)
 
-    def still(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
         return dropout.disable_dropout(native_model(model), draws)
 
-    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
-        return capture.capture_pass(state, loss_fn, batch, see)
+    def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
+        return capture.capture_pass(state, loss_fn, batch, on_capture)
 
 
 OBSERVER: Final[Observer] = KerasObserver()

@@ -36,11 +36,11 @@ from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
 
 
-def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
-    """Run and record one pass (`Observer.watch`). Operations are recorded only for a state that no step has updated."""
+def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
+    """Run and record one pass (`Observer.capture_pass`); operations only of a state that no step has updated."""
     why = hidden_modules_reason(state.model, loss_fn)
     operations = None if why or int(state.step) else OpDtypeRecorder()
-    watcher = _PassCapture(see, float(state.scale_state.scale) if state.scaler.scales else 1.0, operations)
+    watcher = _PassCapture(on_capture, float(state.scale_state.scale) if state.scaler.scales else 1.0, operations)
     modules = [] if is_compiled(loss_fn) else hook_targets(state.model)
     graphs, state.graphs = state.graphs, GraphSizeCache()  # the cache belongs to the state's own loss function
     try:
@@ -61,13 +61,13 @@ class _PassCapture:
     """Recorder of one pass.
 
     Args:
-        see: callback for recorded arrays.
+        on_capture: callback for recorded arrays.
         scale: the loss scale, which cotangents are divided by.
         operations: recorder of operations, or None.
     """
 
-    def __init__(self, see: CaptureCallback, scale: float, operations: OpDtypeRecorder | None) -> None:
-        self.see = see
+    def __init__(self, on_capture: CaptureCallback, scale: float, operations: OpDtypeRecorder | None) -> None:
+        self.on_capture = on_capture
         self.scale = scale
         self.operations = operations
         self.running = False
@@ -141,9 +141,9 @@ class _PassCapture:
         self.calls[path] = number = self.calls.get(path, 0) + 1
         place = path if number == 1 else f"{path}#{number}"
         if given is not None:
-            self.see(place, "input", host_array(given), dtype_name(given.dtype))
+            self.on_capture(place, "input", host_array(given), dtype_name(given.dtype))
         values = host_array(tensor)
-        self.see(place, "output", values, dtype_name(tensor.dtype))
+        self.on_capture(place, "output", values, dtype_name(tensor.dtype))
         if tensor.requires_grad:
             self._hook_gradient(place, tensor)
         elif not torch.is_grad_enabled():  # perhaps in a reentrant checkpoint, which recomputes it with gradients
@@ -166,7 +166,7 @@ class _PassCapture:
             if self.backward:  # not in a backward pass of the loss function itself
                 values = host_array(gradient)
                 values /= values.dtype.type(self.scale)
-                self.see(place, "cotangent", values, dtype_name(gradient.dtype))
+                self.on_capture(place, "cotangent", values, dtype_name(gradient.dtype))
 
         self.handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's
 

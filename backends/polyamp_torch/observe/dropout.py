@@ -46,7 +46,7 @@ _INTERCEPTED: Final = frozenset({*_RATE_ARGUMENTS, *RECURRENT_FUNCTIONS, *BACKWA
 
 @contextlib.contextmanager
 def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[None]:
-    """Context manager that turns dropout off, or takes random numbers from `draws` (`Observer.still`).
+    """Context manager that turns dropout off, or takes random numbers from `draws` (`Observer.disable_dropout`).
 
     Raises:
         UnsupportedError: draws are given and a part is compiled, which would treat the first draws as constants.

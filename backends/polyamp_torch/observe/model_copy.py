@@ -30,8 +30,8 @@ from polyamp_torch.porting.inventory import short_paths
 
 @contextlib.contextmanager
 def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[nn.Module]:
-    """Context manager that yields a deep copy of a model, on its devices (`Observer.working`). With `wide`, the default
-    dtype inside is float64.
+    """Context manager that yields a deep copy of a model, on its devices (`Observer.model_copy`). With `wide`, the
+    default dtype inside is float64.
 
     Raises:
         ModelError: the model cannot be copied.

@@ -17,14 +17,14 @@ from polyamp_torch.observe import capture, dropout, model_copy
 class TorchObserver:
     """`Observer` for PyTorch. A model is an `nn.Module`, with or without wrappers."""
 
-    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
+    def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(model, wide=wide, inference=inference)
 
-    def still(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
         return dropout.disable_dropout(model, draws)
 
-    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
-        return capture.capture_pass(state, loss_fn, batch, see)  # type: ignore[arg-type]  # a state of this backend
+    def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
+        return capture.capture_pass(state, loss_fn, batch, on_capture)  # type: ignore[arg-type]  # a state of this backend
 
 
 OBSERVER: Final[Observer] = TorchObserver()

@@ -38,14 +38,14 @@ class BatchTree(msgspec.Struct, frozen=True, tag="tree"):
         place: location of an array.
         value: a plain value.
         keys: of a dict.
-        inside: the values of a container.
+        children: the values of a container.
     """
 
     kind: str
     place: ArrayLocation | None = None
     value: Any = None
     keys: list[str | int] = []
-    inside: list[BatchTree] = []
+    children: list[BatchTree] = []
 
 
 class ArrayStore:
@@ -77,11 +77,13 @@ class ArrayStore:
             ArgumentError: the batch has a value that is neither an array nor plain.
         """
         if isinstance(tree, Batch):
-            return BatchTree("sides", inside=[self.put_tree(each, argument) for each in (tree.source, tree.target)])
+            return BatchTree("sides", children=[self.put_tree(each, argument) for each in (tree.source, tree.target)])
         if isinstance(tree, Mapping) and all(isinstance(key, str | int) for key in tree):
-            return BatchTree("dict", keys=list(tree), inside=[self.put_tree(each, argument) for each in tree.values()])
+            return BatchTree(
+                "dict", keys=list(tree), children=[self.put_tree(each, argument) for each in tree.values()]
+            )
         if type(tree) in (list, tuple):
-            return BatchTree(type(tree).__name__, inside=[self.put_tree(each, argument) for each in tree])
+            return BatchTree(type(tree).__name__, children=[self.put_tree(each, argument) for each in tree])
         if type(tree) in _PLAIN_TYPES:
             return BatchTree("plain", value=tree)
         array = _host_array(tree)
@@ -115,15 +117,15 @@ def memory_map(path: Path, place: ArrayLocation) -> Array:
 
 def load_batch(path: Path, tree: BatchTree) -> Any:
     """Return the batch whose arrays are in a file."""
-    inside = [load_batch(path, each) for each in tree.inside]
+    children = [load_batch(path, each) for each in tree.children]
     if tree.kind == "array":
         assert tree.place is not None
         return memory_map(path, tree.place)
     if tree.kind == "dict":
-        return dict(zip(tree.keys, inside, strict=True))
+        return dict(zip(tree.keys, children, strict=True))
     if tree.kind == "sides":
-        return Batch(*inside)
-    return tree.value if tree.kind == "plain" else (tuple(inside) if tree.kind == "tuple" else inside)
+        return Batch(*children)
+    return tree.value if tree.kind == "plain" else (tuple(children) if tree.kind == "tuple" else children)
 
 
 def batch_digest(tree: Any) -> str:
@@ -134,28 +136,28 @@ def batch_digest(tree: Any) -> str:
     """
     import numpy as np
 
-    made = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
 
     def add(item: Any) -> None:
         if isinstance(item, Batch):
             item = ("sides", item.source, item.target)
         if isinstance(item, Mapping):
-            made.update(f"dict {len(item)}".encode())
+            digest.update(f"dict {len(item)}".encode())
             for key, value in item.items():
-                made.update(repr(key).encode())
+                digest.update(repr(key).encode())
                 add(value)
         elif isinstance(item, list | tuple):
-            made.update(f"{type(item).__name__} {len(item)}".encode())
+            digest.update(f"{type(item).__name__} {len(item)}".encode())
             for value in item:
                 add(value)
         elif (array := None if type(item) in _PLAIN_TYPES else _host_array(item)) is not None:
-            made.update(f"{array.dtype} {array.shape}".encode())
-            made.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         else:
-            made.update(repr(item).encode())
+            digest.update(repr(item).encode())
 
     add(tree)
-    return made.hexdigest()
+    return digest.hexdigest()
 
 
 def _host_array(value: Any) -> Array | None:

@@ -42,12 +42,12 @@ def build_report(
     return Report(
         polyamp=__version__,
         recipes=recipes,
-        phases=[phase.shown for phase in begun],
+        phases=[phase.title for phase in begun],
         steps=steps if recipes or not phases else 1,
         environments=[side.environment for side in sides if side.environment is not None],
         comparisons=[_compare_sides(first, other, begun) for other in others if other.alignment is not None],
         curves=[
-            curve_from_trace(side.label, phase.shown, traces.read_entries(side.trace_file(phase.name)))
+            curve_from_trace(side.label, phase.title, traces.read_entries(side.trace_file(phase.name)))
             for phase in begun
             for side in sides
             if side.trace_file(phase.name).exists()
@@ -92,7 +92,7 @@ def _unfinished_step(side: SideRecord, phase: Phase) -> float:
     """Return the number of the step of a phase that a side did not finish."""
     if phase.name in side.traces:
         return _ALL_STEPS
-    return side.step if side.failure is not None and side.failure.phase == phase.shown else 0
+    return side.step if side.failure is not None and side.failure.phase == phase.title else 0
 
 
 def _truncate_traces(both: tuple[PhaseTrace, PhaseTrace], cuts: tuple[float, float]) -> tuple[PhaseTrace, PhaseTrace]:

@@ -42,7 +42,7 @@ class FunctionRef(msgspec.Struct, frozen=True, kw_only=True, tag="named"):
     def __str__(self) -> str:
         return f"{self.name} of {self.file}"
 
-    def found(self) -> Any:
+    def load(self) -> Any:
         """Import and return the function.
 
         Raises:
@@ -102,18 +102,18 @@ def make_function_ref(function: Any, argument: str) -> FunctionRef:
     if "<locals>" in name:
         inside = name.partition(".<locals>")[0]
         raise _not_importable_error(argument, f"{function.__name__}, which is made inside of {inside}", f"{_HINT}.")
-    held = sys.modules.get(module)
-    file = getattr(held, "__file__", None)
-    if held is None or file is None or not Path(file).is_file():
+    defining = sys.modules.get(module)
+    file = getattr(defining, "__file__", None)
+    if defining is None or file is None or not Path(file).is_file():
         raise _not_importable_error(
             argument, f"{name} of {module}, which has no file", "Put it into a file and import that."
         )
-    if _nested_attribute(held, name) is not function:
+    if _nested_attribute(defining, name) is not function:
         raise _not_importable_error(
             argument, f"{name}, and {module}.{name} is another object", "Give what the module has there."
         )
     place = Path(file).resolve()
-    return FunctionRef(module=_import_name(held, module, place), name=name, file=str(place))
+    return FunctionRef(module=_import_name(defining, module, place), name=name, file=str(place))
 
 
 def import_paths() -> list[str]:
@@ -157,28 +157,13 @@ def _import_name(module: Any, name: str, file: Path) -> str:
 
 
 def _module_origin(name: str) -> str | None:
-    """Return the file that an import of a module would run, or None, without importing it."""
-    within: Any = None
-    found = None
-    parts = name.split(".")
-    for number in range(len(parts)):
-        found = _find_module_spec(".".join(parts[: number + 1]), within)
-        if found is None:
-            return None
-        within = found.submodule_search_locations
-        if within is None and number + 1 < len(parts):
-            return None
-    return None if found is None else found.origin
+    """Return the file of a module, or None."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # it is in no package, or was loaded without a spec
+        return None
+    return None if spec is None else spec.origin
 
 
-def _find_module_spec(name: str, within: Any) -> Any:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec = None if find is None else find(name, within, None)
-        if spec is not None:
-            return spec
-    return None
-
-
-def _is_same_file(place: str | None, file: Path) -> bool:
-    return place is not None and Path(place).resolve() == file
+def _is_same_file(origin: str | None, file: Path) -> bool:
+    return origin is not None and Path(origin).resolve() == file

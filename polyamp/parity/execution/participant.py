@@ -204,30 +204,32 @@ class Participant:
         began = time.perf_counter()
         loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
         recorder = TraceRecorder(self.inventory, self._observer, loss_fn, alignment, batches, write)
-        with self._observer.working(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
+        with self._observer.model_copy(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
             model = self._fill_weights(working, alignment, phase)
             numbers = shared_randomness.SharedRandomNumbers() if self._has_shared_randomness else None
-            with self._observer.still(model, None if numbers is None else numbers.uniform_source(self.inventory)):
+            with self._observer.disable_dropout(
+                model, None if numbers is None else numbers.uniform_source(self.inventory)
+            ):
                 trainer, trains = self._trainer(model, phase, loss_fn)
                 micro = self.recipe is not None and self.recipe.accumulate_steps > 1
                 try:
                     recorder.steps(trainer, steps if trains else 0, numbers, micro=micro)
                 except Exception as error:
                     error.add_note(
-                        f"In a comparison: {self.label}, {phase.shown or phase.name}, step {recorder.step_number}."
+                        f"In a comparison: {self.label}, {phase.title or phase.name}, step {recorder.step_number}."
                     )
                     raise
         return Trace(
             side=self.label,
             phase=phase.name,
             operations=recorder.operations,
-            unseen=recorder.unseen,
+            hidden_reason=recorder.hidden_reason,
             seconds=time.perf_counter() - began - recorder.overhead_seconds,
         )
 
     def _trainer(self, model: Any, phase: Phase, loss_fn: Any) -> tuple[Trainer, bool]:
         """Return the trainer of a copy, and whether it trains in this phase: a user's loop has only one precision."""
-        if phase.looks:
+        if phase.pass_only:
             return RecipeTrainer(model, phase_recipe(None, phase), loss_fn, self._options), False
         if isinstance(self._recipe_argument, OwnLoop):
             recipe = phase_recipe(self.recipe, phase)

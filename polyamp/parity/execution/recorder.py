@@ -80,18 +80,20 @@ class TraceRecorder:
         is_first = alignment.weights is None
         own = None if is_first else alignment.alignments[0]
         self._modules = None if own is None else own.modules
-        self._applied = {} if own is None else own.applied
-        self._activations_behind: dict[str, str] = {}
+        self._own_activations = {} if own is None else own.activations_after_second
+        self._activations_after: dict[str, str] = {}
         for each in alignment.alignments if is_first else ():
-            self._activations_behind |= each.behind
+            self._activations_after |= each.activations_after_first
         self._cotangent_exclusions = (
-            set() if own is None else {own.modules[path] for path in own.applied} | set(own.behind)
+            set()
+            if own is None
+            else {own.modules[path] for path in own.activations_after_second} | set(own.activations_after_first)
         )
         self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
-        self._flatten_dense_layers = {path for each in alignment.alignments for path in each.turned}
+        self._flatten_dense_layers = {path for each in alignment.alignments for path in each.reordered}
         self.operations: list[Any] = []
         self.step_number = 0
-        self.unseen = ""
+        self.hidden_reason = ""
         self.overhead_seconds = 0.0
 
     def steps(
@@ -122,17 +124,17 @@ class TraceRecorder:
             self._record_update(trainer.training, number + 1)
 
     def _record_pass(self, state: Any, batch: Any, step: int) -> None:
-        def see(path: str, what: str, array: Array, dtype: str) -> None:
+        def on_capture(path: str, what: str, array: Array, dtype: str) -> None:
             with self._measure_overhead():
                 self._record_activation(path, what, array, dtype, step)
 
-        record = self._observer.watch(state, self._loss_fn, batch, see)
+        record = self._observer.capture_pass(state, self._loss_fn, batch, on_capture)
         with self._measure_overhead():
             self._record_number(step, "forward", "loss", record.loss)
             self._record_gradients(record.gradients, step)
             if step == 1:
                 self.operations = self._rename_modules(record.operations)
-                self.unseen = record.unseen
+                self.hidden_reason = record.hidden_reason
 
     def _record_activation(self, path: str, what: str, array: Array, dtype: str, step: int) -> None:
         name, mark, count = path.partition("#")
@@ -145,15 +147,15 @@ class TraceRecorder:
         ):
             return
         common = _channels_last(array, self._rank)
-        if what == "output" and name in self._applied:
+        if what == "output" and name in self._own_activations:
             self._record_array(step, stage, module + mark + count, BEFORE_ACTIVATION, "", common, dtype, path)
-            activated = apply_activation(self._applied[name], common)
+            activated = apply_activation(self._own_activations[name], common)
             if activated is None:
                 return
             common = activated.astype(common.dtype)
         self._record_array(step, stage, module + mark + count, what, "", common, dtype, path)
-        if what == "output" and name in self._activations_behind:
-            activation = self._activations_behind[name]
+        if what == "output" and name in self._activations_after:
+            activation = self._activations_after[name]
             activated = apply_activation(activation, common)
             if activated is not None:
                 after = activated.astype(common.dtype)

@@ -109,10 +109,10 @@ def run(
     """
     began = time.perf_counter()
     _check_arguments(build, steps, randomness, timeout, at_once)
-    kept = None if out is None else _check_writable(Path(out))
+    out_folder = None if out is None else _check_writable(Path(out))
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as scratch:
         jobs = _make_jobs(
-            Path(scratch), kept, build, data, loss_fn, recipe, steps, names, inputs, randomness, options
+            Path(scratch), out_folder, build, data, loss_fn, recipe, steps, names, inputs, randomness, options
         )  # fmt: skip
         pythons = _interpreters_by_label(interpreters or {}, list(build))
         sides = [
@@ -122,8 +122,8 @@ def run(
 
         def report() -> Report:
             found = build_report(sides, pool.phases, steps, randomness, began)
-            if kept is not None:
-                (kept / "report.json").write_bytes(encode_report(found))
+            if out_folder is not None:
+                (out_folder / "report.json").write_bytes(encode_report(found))
             return found
 
         try:
@@ -131,16 +131,18 @@ def run(
         except BaseException as error:
             try:
                 report()
-                if kept is not None:
+                if out_folder is not None:
                     for old in ("report.html", "report.png"):
-                        (kept / old).unlink(missing_ok=True)  # from an earlier run: there is no time to draw new ones
-                error.add_note(_interrupt_note(kept))
+                        (out_folder / old).unlink(
+                            missing_ok=True
+                        )  # from an earlier run: there is no time to draw new ones
+                error.add_note(_interrupt_note(out_folder))
             except Exception as another:  # noqa: BLE001  # the interruption itself is raised
                 error.add_note(f"polyamp.parity.run was interrupted, and its report could not be written: {another}")
             raise
         found = report()
-    if kept is not None:
-        _save_pages(found, kept)
+    if out_folder is not None:
+        _save_pages(found, out_folder)
     return found
 
 
@@ -169,7 +171,7 @@ def _check_arguments(build: Any, steps: Any, randomness: Any, timeout: Any, at_o
 
 def _make_jobs(
     scratch: Path,
-    kept: Path | None,
+    out_folder: Path | None,
     build: Mapping[str, Any],
     data: Any,
     loss_fn: Any,
@@ -190,19 +192,19 @@ def _make_jobs(
     given_names = _names_by_label(names, labels)
     with ArrayStore(scratch / "data.bin") as store:
         batches = _store_data(data, store)
-        inside = {label: _store_inputs(given_inputs[label], store) for label in labels}
+        stored_inputs = {label: _store_inputs(given_inputs[label], store) for label in labels}
     return [
         SideJob(
             side=label,
             number=number,
             folder=str(scratch),
-            traces=str(_side_folder(scratch if kept is None else kept, number, label)),
+            traces=str(_side_folder(scratch if out_folder is None else out_folder, number, label)),
             paths=found,
             build=make_function_ref(build[label], f"build[{label!r}]"),
             loss_fn=None if losses[label] is None else make_function_ref(losses[label], "loss_fn"),
             recipe=_recipe_message(recipes[label]),
             data=batches,
-            inputs=inside[label],
+            inputs=stored_inputs[label],
             steps=steps,
             names=given_names[label],
             randomness=randomness,
@@ -323,18 +325,18 @@ def _check_writable(out: Path) -> Path:
     return out.absolute()
 
 
-def _save_pages(report: Report, kept: Path) -> None:
+def _save_pages(report: Report, out_folder: Path) -> None:
     """Write the page and the picture; if drawing fails, only the data is written."""
     try:
-        report.save(kept)
+        report.save(out_folder)
     except Exception as error:  # noqa: BLE001  # no drawing error may lose the results of a long training
         warnings.warn(str(error), UserWarning, stacklevel=3)
 
 
-def _interrupt_note(kept: Path | None) -> str:
-    if kept is None:
+def _interrupt_note(out_folder: Path | None) -> str:
+    if out_folder is None:
         return "polyamp.parity.run was interrupted; out= names a folder that keeps what was collected until then."
-    return f"polyamp.parity.run was interrupted; what was collected until then: {kept / 'report.json'}"
+    return f"polyamp.parity.run was interrupted; what was collected until then: {out_folder / 'report.json'}"
 
 
 def _ignore_event(event: ParityEvent) -> None:

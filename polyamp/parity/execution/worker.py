@@ -36,11 +36,11 @@ class ParticipantWorker(SideWorker[SideJob]):
         folder = Path(job.folder)
         self.activity = "while its functions were imported"
         add_import_paths(job.paths)
-        loss_fn = None if job.loss_fn is None else job.loss_fn.found()
+        loss_fn = None if job.loss_fn is None else job.loss_fn.load()
         recipe = _load_recipe(job.recipe)
         inputs = self._inputs()
         batches = _JobBatches(job, self._report_step, self._check_batch)
-        build = job.build.found()
+        build = job.build.load()
         self.activity = f"while {job.build.name}() built the model"
         model = build()
         self.activity = "while the model was looked at"
@@ -78,7 +78,7 @@ class ParticipantWorker(SideWorker[SideJob]):
     def _inputs(self) -> Any:
         inputs = self.job.inputs
         if isinstance(inputs, FunctionRef):
-            return inputs.found()()
+            return inputs.load()()
         return None if inputs is None else load_batch(Path(self.job.arrays), inputs)
 
     def _align_as_first(self, participant: Participant, command: TrainCommand) -> ParticipantAlignment:
@@ -90,7 +90,7 @@ class ParticipantWorker(SideWorker[SideJob]):
         self, participant: Participant, alignment: ParticipantAlignment, batches: _JobBatches, phases: list[Phase]
     ) -> None:
         for phase in phases:
-            self.phase, self.step, self._loss = phase.shown, 0, None
+            self.phase, self.step, self._loss = phase.title, 0, None
             path = Path(self.job.traces) / f"{phase.name}.trace"
             self._steps = self.job.steps if participant.recipe is not None else 1
             trace, note = participant.record(phase, alignment, batches, self._steps, path, self._note_loss)
@@ -125,7 +125,7 @@ class _JobBatches:
     def __init__(self, job: SideJob, begin: Callable[[int], None], check: Callable[[int, Any], None]) -> None:
         self._arrays = Path(job.arrays)
         self._trees: list[BatchTree] = [] if isinstance(job.data, FunctionRef) else job.data
-        self._batch_function = job.data.found() if isinstance(job.data, FunctionRef) else None
+        self._batch_function = job.data.load() if isinstance(job.data, FunctionRef) else None
         self._report_step, self._check_batch = begin, check
         self.adapter: ChannelOrderAdapter | None = None
 
@@ -143,10 +143,10 @@ def _load_recipe(recipe: str | FunctionRef | OwnLoopSpec | None) -> Any:
     """Return the side's recipe, as `Participant` takes it."""
     if isinstance(recipe, OwnLoopSpec):
         policy = Recipe.from_json(recipe.looked_at).policy
-        return OwnLoop(recipe.begin.found(), recipe.step.found(), policy)
+        return OwnLoop(recipe.begin.load(), recipe.step.load(), policy)
     if isinstance(recipe, str):
         return Recipe.from_json(recipe)
-    return None if recipe is None else recipe.found()
+    return None if recipe is None else recipe.load()
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class FrameworkProcesses:
         left = max(limit - session.testsfailed, 1) if limit else 0
         process.send({"run": number, "after": after, "left": left})
 
-    def wait(self, backend: str, when: str, item: pytest.Item, heard: RemoteTestResult) -> None:
+    def wait(self, backend: str, when: str, item: pytest.Item, result: RemoteTestResult) -> None:
         """Wait until a phase of the running test is reported; after the last phase, until the test is finished.
 
         If the process ends, `heard.ended` is set, and a later test gets a new process.
@@ -140,21 +140,21 @@ class FrameworkProcesses:
         process = self._running[backend]
         try:
             done = False
-            while not done and (when not in heard.reports or when == "teardown"):
+            while not done and (when not in result.reports or when == "teardown"):
                 message = process.next_message()
                 if message is None or "failed" in message:
-                    heard.ended = process.failed if message is None else message["failed"]
+                    result.ended = process.failed if message is None else message["failed"]
                     self._discard(backend)
                     return
-                done = self._handle_message(item, heard, message)
+                done = self._handle_message(item, result, message)
         except BaseException:
-            heard.ended = "was ended by the session."
+            result.ended = "was ended by the session."
             self._discard(backend)  # Ctrl-C or a time limit: its test is still running
             raise
         if when == "teardown" and self._config.getoption("capture") == "no":
             sys.stdout.write(process.read_output())
 
-    def _handle_message(self, item: pytest.Item, heard: RemoteTestResult, message: Mapping[str, Any]) -> bool:
+    def _handle_message(self, item: pytest.Item, result: RemoteTestResult, message: Mapping[str, Any]) -> bool:
         """Handle a message and return whether the test is finished."""
         if "report" in message:
             data = {**message["report"], "nodeid": item.nodeid}
@@ -164,7 +164,7 @@ class FrameworkProcesses:
             for field in ("user_properties", "sections"):
                 data[field] = [tuple(pair) for pair in data.get(field, ())]
             report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
-            heard.reports[report.when] = report
+            result.reports[report.when] = report
         elif "warning" in message:
             self._forward_warning(item, message["warning"])
         elif "exit" in message:

@@ -22,15 +22,15 @@ _PLUGIN_NAME: Final = "polyamp_processes"
 class ProxyItem(pytest.Item):
     """Item that replaces another one."""
 
-    def __init__(self, *, instead: pytest.Item, **given: Any) -> None:
+    def __init__(self, *, original: pytest.Item, **given: Any) -> None:
         super().__init__(**given)
-        self.instead = instead
-        self.own_markers = list(instead.own_markers)
-        self.obj = getattr(instead, "obj", None)  # pytest evaluates string conditions in its globals
+        self.original = original
+        self.own_markers = list(original.own_markers)
+        self.obj = getattr(original, "obj", None)  # pytest evaluates string conditions in its globals
 
     def reportinfo(self) -> Any:
         """Return the location of the test."""
-        return self.instead.reportinfo()
+        return self.original.reportinfo()
 
 
 class MissingBackendItem(ProxyItem):
@@ -38,33 +38,33 @@ class MissingBackendItem(ProxyItem):
 
     def runtest(self) -> None:
         """Fail with the installation message."""
-        problem = self.instead.stash[backend_selection.MISSING_KEY]
+        problem = self.original.stash[backend_selection.MISSING_KEY]
         pytest.fail(f"{problem}\n--polyamp-skip-missing makes this a skip.", pytrace=False)
 
 
 class RemoteItem(ProxyItem):
     """Test that runs in the process of its framework."""
 
-    def __init__(self, *, backend: str, others: RemoteSessionPlugin, **given: Any) -> None:
+    def __init__(self, *, backend: str, plugin: RemoteSessionPlugin, **given: Any) -> None:
         super().__init__(**given)
-        self.backend, self.others = backend, others
+        self.backend, self.plugin = backend, plugin
         self.remote_result = RemoteTestResult()
 
     def setup(self) -> None:
         """Start the test in its process, and wait until it is set up."""
         self.remote_result = RemoteTestResult()
-        self.others.begin(self)
+        self.plugin.begin(self)
 
     def runtest(self) -> None:
         """Wait for the test's call; fail if the process ended, also during set-up."""
-        self.others.wait(self, "call")
+        self.plugin.wait(self, "call")
         if self.remote_result.ended:
             pytest.fail(f"the process of {self.backend} {self.remote_result.ended}", pytrace=False)
 
     def teardown(self) -> None:
         """Wait until the test's fixtures are torn down."""
         before = self.remote_result.ended
-        self.others.wait(self, "teardown")
+        self.plugin.wait(self, "teardown")
         if self.remote_result.ended and not before:
             pytest.fail(f"the process of {self.backend} {self.remote_result.ended}", pytrace=False)
 
@@ -77,27 +77,27 @@ class RemoteSessionPlugin:
         homes: for each item of the session the backend in whose process it runs, or None.
     """
 
-    def __init__(self, session: pytest.Session, homes: Sequence[str | None]) -> None:
+    def __init__(self, session: pytest.Session, backends: Sequence[str | None]) -> None:
         self._config = session.config
         self._distributed = hasattr(session.config, "workerinput")
         self._next: pytest.Item | None = None
-        self._order: dict[str, list[RemoteItem]] = {name: [] for name in homes if name is not None}
+        self._order: dict[str, list[RemoteItem]] = {name: [] for name in backends if name is not None}
         self._numbers: dict[pytest.Item, int] = {}
-        for number, (item, home) in enumerate(zip(session.items, homes, strict=True)):
-            if home is not None and item.parent is not None:
-                stand_in = RemoteItem.from_parent(
+        for number, (item, backend) in enumerate(zip(session.items, backends, strict=True)):
+            if backend is not None and item.parent is not None:
+                proxy = RemoteItem.from_parent(
                     item.parent,
                     name=item.name,
-                    nodeid=_remote_nodeid(item, home),
-                    instead=item,
-                    backend=home,
-                    others=self,
+                    nodeid=_remote_nodeid(item, backend),
+                    original=item,
+                    backend=backend,
+                    plugin=self,
                 )
-                session.items[number] = stand_in
-                self._numbers[stand_in] = len(self._order[home])
-                self._order[home].append(stand_in)
+                session.items[number] = proxy
+                self._numbers[proxy] = len(self._order[backend])
+                self._order[backend].append(proxy)
         self._processes = FrameworkProcesses(
-            session.config, {name: [each.instead for each in items] for name, items in self._order.items()}
+            session.config, {name: [each.original for each in items] for name, items in self._order.items()}
         )
 
     def begin(self, item: RemoteItem) -> None:
@@ -155,25 +155,27 @@ def replace_items(session: pytest.Session) -> None:
     for number, item in enumerate(session.items):
         if backend_selection.MISSING_KEY in item.stash and item.parent is not None:
             session.items[number] = MissingBackendItem.from_parent(
-                item.parent, name=item.name, nodeid=item.nodeid, instead=item
+                item.parent, name=item.name, nodeid=item.nodeid, original=item
             )
-    homes = [
+    backends = [
         None if isinstance(item, MissingBackendItem) else backend_selection.process_backend(item)
         for item in session.items
     ]
-    if len({home for home in homes if home is not None}) < 2:
+    if len({backend for backend in backends if backend is not None}) < 2:
         return
     if session.config.option.usepdb or session.config.option.trace:
         return  # a debugger needs the terminal: all tests run in this process, as documented in the guide
-    session.config.pluginmanager.register(RemoteSessionPlugin(session, homes), _PLUGIN_NAME)
+    session.config.pluginmanager.register(RemoteSessionPlugin(session, backends), _PLUGIN_NAME)
 
 
-def _remote_nodeid(item: pytest.Item, home: str) -> str:
+def _remote_nodeid(item: pytest.Item, backend: str) -> str:
     """Return an item's node ID, with its group where pytest-xdist keeps groups together.
 
     pytest-xdist 3.8 adds the group itself, in an attribute that pytest 9.1 and later do not read.
     """
-    suffix = f"@{backend_selection.xdist_group_name(home)}"
-    marked = any(mark.args == (backend_selection.xdist_group_name(home),) for mark in item.iter_markers("xdist_group"))
+    suffix = f"@{backend_selection.xdist_group_name(backend)}"
+    marked = any(
+        mark.args == (backend_selection.xdist_group_name(backend),) for mark in item.iter_markers("xdist_group")
+    )
     add = marked and hasattr(item.config, "workerinput") and backend_selection.has_xdist_groups(item.config)
     return item.nodeid + suffix if add and not item.nodeid.endswith(suffix) else item.nodeid

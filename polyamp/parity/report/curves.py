@@ -19,7 +19,7 @@ def curve_from_trace(side: str, phase: str, entries: Iterable[Entry]) -> Curve:
     """
     found: dict[str, list[float | None]] = {"loss": [], "grad_norm": [], "scale": []}
     skipped = []
-    seen: list[float | None] = []
+    pass_losses: list[float | None] = []
     for entry in entries:
         if entry.number is None:
             continue
@@ -29,11 +29,11 @@ def curve_from_trace(side: str, phase: str, entries: Iterable[Entry]) -> Curve:
         elif entry.stage == "step" and entry.what == "finite" and not entry.number:
             skipped.append(entry.step)
         elif entry.stage == "forward" and entry.what == "loss":
-            seen.append(number)
+            pass_losses.append(number)
     return Curve(
         side=side,
         phase=phase,
-        loss=found["loss"] or seen,
+        loss=found["loss"] or pass_losses,
         grad_norm=found["grad_norm"],
         scale=found["scale"],
         skipped=skipped,

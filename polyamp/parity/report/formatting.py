@@ -158,9 +158,9 @@ def labels(report: Findings) -> list[str]:
 
 def verdict(report: Findings) -> str:
     """Return the verdict of a report as a sentence."""
-    parts = divergent_comparison(report)
-    if parts is not None and parts.first is not None:
-        return plain(f"{join_words(list(parts.sides))} differ: {location_text(parts.first)}")
+    comparison = divergent_comparison(report)
+    if comparison is not None and comparison.first is not None:
+        return plain(f"{join_words(list(comparison.sides))} differ: {location_text(comparison.first)}")
     under = f"{count_text(report.steps, 'step')} under {join_words(report.phases)}"
     if report.agrees:
         return plain(f"{join_words(labels(report))} agree: {under}")

@@ -79,10 +79,10 @@ def curve_chart(title: str, series: Sequence[ChartSeries]) -> str:
     body = [_frame(axis, steps, _CHART_WIDTH, _CHART_HEIGHT, "step")]
     for line in series:
         body.extend(_line(line, axis, steps))
-    told = [
+    texts = [
         f"side {line.number + 1} from {_end_text(line.values, 0)} to {_end_text(line.values, -1)}" for line in series
     ]
-    return _svg(f"{title} per step: {', '.join(told)}", _CHART_WIDTH, _CHART_HEIGHT, "".join(body))
+    return _svg(f"{title} per step: {', '.join(texts)}", _CHART_WIDTH, _CHART_HEIGHT, "".join(body))
 
 
 def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int | None = None) -> str:
@@ -118,10 +118,10 @@ def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int 
     body.append(f'<path class="allowed" d="M{"L".join(allowed)}"/>')
     beyond = f"{sum(point.counts for point in points)} of {formatting.count_text(len(points), 'module')}"
     points = _thin_points(points)
-    fine = [_point_position(point, axis, count, wide, high) for point in points if not point.counts]
-    body.append(f'<path class="fine" d="{"".join(f"M{x:.1f} {y:.1f}h0" for x, y in fine)}"/>')
-    bad = [_point_position(point, axis, count, wide, high) for point in points if point.counts]
-    body.append(f'<path class="bad" d="{"".join(f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" for x, y in bad)}"/>')
+    within = [_point_position(point, axis, count, wide, high) for point in points if not point.counts]
+    body.append(f'<path class="fine" d="{"".join(f"M{x:.1f} {y:.1f}h0" for x, y in within)}"/>')
+    outside = [_point_position(point, axis, count, wide, high) for point in points if point.counts]
+    body.append(f'<path class="bad" d="{"".join(f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" for x, y in outside)}"/>')
     return _svg(f"{title}: {beyond} beyond what rounding allows", wide, high, "".join(body))
 
 
@@ -173,11 +173,11 @@ def _round_interval(count: int) -> int:
 def _line(line: ChartSeries, axis: _Axis, steps: int) -> Iterator[str]:
     """Yield a side's line, broken at non-finite values, with crosses there and triangles at skipped steps."""
     runs: list[list[str]] = [[]]
-    lost = []
+    nonfinite = []
     for step, value in _thin_values(line.values):
         x = _x(step, steps, _CHART_WIDTH)
         if value is None or not math.isfinite(value):
-            lost.append(x)
+            nonfinite.append(x)
             runs.append([])
         elif axis.logarithmic and value <= 0:
             runs.append([])
@@ -185,8 +185,8 @@ def _line(line: ChartSeries, axis: _Axis, steps: int) -> Iterator[str]:
             runs[-1].append(f"{x:.1f} {axis.y(value):.1f}")
     path = "".join(f"M{'L'.join(run)}" + ("h0" if len(run) == 1 else "") for run in runs if run)
     yield f'<path class="line s{line.number % 4}{" dots" if steps == 1 else ""}" d="{path}"/>'
-    if lost:
-        crosses = "".join(f"M{x - 3:.1f} {_TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in lost)
+    if nonfinite:
+        crosses = "".join(f"M{x - 3:.1f} {_TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in nonfinite)
         yield f'<path class="lost s{line.number % 4}" d="{crosses}"/>'
     bottom = _CHART_HEIGHT - _BOTTOM_MARGIN - 1
     marks = "".join(
@@ -202,13 +202,13 @@ def _thin_values(values: Sequence[float | None]) -> Iterable[tuple[int, float | 
     if len(numbered) <= MAX_POINTS:
         return numbered
     size = math.ceil(2 * len(numbered) / MAX_POINTS)
-    kept: set[tuple[int, float | None]] = set()
+    chosen: set[tuple[int, float | None]] = set()
     for start in range(0, len(numbered), size):
         part = numbered[start : start + size]
         known = [pair for pair in part if pair[1] is not None]
-        kept.update({min(known, key=_pair_value), max(known, key=_pair_value)} if known else ())
-        kept.update([pair for pair in part if pair[1] is None][:1])
-    return sorted(kept, key=lambda pair: pair[0])
+        chosen.update({min(known, key=_pair_value), max(known, key=_pair_value)} if known else ())
+        chosen.update([pair for pair in part if pair[1] is None][:1])
+    return sorted(chosen, key=lambda pair: pair[0])
 
 
 def _thin_points(points: Sequence[ErrorPoint]) -> Sequence[ErrorPoint]:

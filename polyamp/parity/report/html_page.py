@@ -48,10 +48,11 @@ def save_report(report: Findings, folder: Path) -> Path:
             f"folder must be one that can be written to. Received: {str(folder)!r}, {error}."
         ) from error
     if absent:
-        lost = " and ".join(f"{_DRAWING_PACKAGES[name]} needs {name}" for name in absent)
-        there = ", ".join(["report.json", *(file for name, file in _DRAWING_PACKAGES.items() if name not in absent)])
+        missing_files = " and ".join(f"{_DRAWING_PACKAGES[name]} needs {name}" for name in absent)
+        written = ", ".join(["report.json", *(file for name, file in _DRAWING_PACKAGES.items() if name not in absent)])
         raise ArgumentError(
-            f'{lost}, which cannot be imported. Run: pip install "polyamp[parity]". Written to {folder}: {there}.'
+            f'{missing_files}, which cannot be imported. Run: pip install "polyamp[parity]". Written to {folder}: '
+            f"{written}."
         )
     return folder / "report.html"
 
@@ -83,8 +84,8 @@ def render_html(report: Findings) -> str:
     budget = MAX_PAGE_BYTES
     while True:
         pairs = html_sections.comparison_sections(report, budget)
-        parted = sorted((pair for pair in pairs if pair.comparison.first), key=lambda pair: pair.number)
-        text = template.render(pairs=pairs, parted=parted, **common)
+        divergent = sorted((pair for pair in pairs if pair.comparison.first), key=lambda pair: pair.number)
+        text = template.render(pairs=pairs, divergent=divergent, **common)
         above = len(text.encode()) - MAX_PAGE_BYTES
         if above <= 0 or budget <= 0:
             return text
@@ -93,13 +94,13 @@ def render_html(report: Findings) -> str:
 
 def _heading_text(report: Findings) -> str:
     """Return the verdict without the details that the page shows below it."""
-    parts = formatting.divergent_comparison(report)
-    if parts is not None and parts.first is not None:
-        first = parts.first
+    comparison = formatting.divergent_comparison(report)
+    if comparison is not None and comparison.first is not None:
+        first = comparison.first
         where = f"in {_STAGE_TEXTS[first.stage]} {first.step}" if first.step else "before the first step"
-        return formatting.plain(f"{formatting.join_words(list(parts.sides))} part {where}")
-    told = formatting.verdict(report)
-    return told.partition(": ")[0] if report.agrees else told.removeprefix("no verdict: ")
+        return formatting.plain(f"{formatting.join_words(list(comparison.sides))} part {where}")
+    verdict = formatting.verdict(report)
+    return verdict.partition(": ")[0] if report.agrees else verdict.removeprefix("no verdict: ")
 
 
 def _nearest_rows(comparison: Comparison) -> Sequence[tuple[str, ComparisonRow]]:

@@ -106,17 +106,21 @@ def worst_row_by_module(rows: Iterable[ComparisonRow], stage: str = "") -> dict[
 def comparison_sections(report: Findings, budget: int) -> list[ComparisonSection]:
     """Return a section for every comparison; long tables are shortened to fit into about `budget` bytes together."""
     tables = [_module_lines(each) for each in report.comparisons]
-    kept = [[line for _, line in sorted(_select_lines(table, _line_bytes, budget // len(tables)))] for table in tables]
-    every = [line for table in kept for line in table]
-    listed = {id(line) for _, line in _select_lines(every, _quantity_bytes, budget - sum(map(_line_bytes, every)))}
+    chosen = [
+        [line for _, line in sorted(_select_lines(table, _line_bytes, budget // len(tables)))] for table in tables
+    ]
+    all_lines = [line for table in chosen for line in table]
+    listed = {
+        id(line) for _, line in _select_lines(all_lines, _quantity_bytes, budget - sum(map(_line_bytes, all_lines)))
+    }
     ranks = sorted(range(len(tables)), key=lambda index: report.comparisons[index].first is None)
     found = []
-    for index, (each, table, lines) in enumerate(zip(report.comparisons, tables, kept, strict=True)):
+    for index, (each, table, lines) in enumerate(zip(report.comparisons, tables, chosen, strict=True)):
         shown = [line if id(line) in listed else line._replace(others=()) for line in lines]
         charts = list(_error_charts(each, program_order(each.rows)))
         found.append(
             ComparisonSection(
-                each, ranks.index(index), shown, len(table) - len(lines), len(listed) < len(every), charts
+                each, ranks.index(index), shown, len(table) - len(lines), len(listed) < len(all_lines), charts
             )
         )
     return found
@@ -138,14 +142,14 @@ def phase_sections(report: Findings) -> list[PhaseSection]:
 
 def statistics_rows(first: Divergence) -> list[tuple[str, list[str], bool]]:
     """Return the statistics of both sides as rows: name, a text for each side, whether they differ."""
-    told = formatting.statistics(first)
+    statistics = formatting.statistics(first)
     names = dict.fromkeys(["dtype", "shape", "value", "mean", "rms", "largest", "inf or NaN", "zeros", "fits in"])
     for label, side in first.sides.items():
-        told[label]["dtype"] = side.dtype
-        told[label]["shape"] = " x ".join(map(str, side.shape))
+        statistics[label]["dtype"] = side.dtype
+        statistics[label]["shape"] = " x ".join(map(str, side.shape))
     found = []
     for name in names:
-        texts = [values.get(name, "") for values in told.values()]
+        texts = [values.get(name, "") for values in statistics.values()]
         if any(texts):
             found.append((name, [text or "-" for text in texts], len(set(texts)) > 1))
     return found
@@ -172,14 +176,21 @@ def _module_lines(comparison: Comparison) -> list[ModuleLine]:
 
 
 def _module_line(number: int, rows: list[ComparisonRow], first: Divergence | None) -> ModuleLine:
-    most = max(rows, key=lambda row: (row.counts, allowed_share(row)))
+    worst = max(rows, key=lambda row: (row.counts, allowed_share(row)))
     apart = [row.dtypes for row in rows if row.dtypes[0] != row.dtypes[1]]
     outputs = [row.dtypes for row in rows if row.what == "output"]
-    here = first is not None and (first.phase, first.module) == (most.phase, most.module)
+    is_here = first is not None and (first.phase, first.module) == (worst.phase, worst.module)
     others = [_quantity_text(row) for row in rows] if len(rows) > 1 else []
-    dtypes = [*apart, *outputs, most.dtypes][0]
+    dtypes = [*apart, *outputs, worst.dtypes][0]
     return ModuleLine(
-        number, formatting.module(most.module), most.phase, _quantity_text(most), dtypes, most.counts, here, others
+        number,
+        formatting.module(worst.module),
+        worst.phase,
+        _quantity_text(worst),
+        dtypes,
+        worst.counts,
+        is_here,
+        others,
     )
 
 
@@ -226,8 +237,8 @@ def _error_charts(comparison: Comparison, modules: list[str]) -> Iterable[tuple[
                 html_charts.ErrorPoint(numbers[module], row.distance, row.allowed, row.counts)
                 for module, row in sorted(rows.items(), key=lambda item: numbers[item[0]])
             ]
-            here = first is not None and (first.phase, first.stage) == (phase, stage)
-            mark = numbers.get(first.module) if here and first is not None else None
+            is_here = first is not None and (first.phase, first.stage) == (phase, stage)
+            mark = numbers.get(first.module) if is_here and first is not None else None
             chart = html_charts.error_chart(f"{title}, {phase}", points, len(numbers), mark)
             if chart:
                 charts.append((title, chart))

@@ -84,9 +84,9 @@ def _render_png(report: Findings) -> bytes:
 def _subtitle_texts(report: Findings) -> list[str]:
     """Return the texts below the title: the diagnosis, the distance, the failures."""
     first = report.first
-    told = [] if first is None else [formatting.plain(first.sentence), f"Apart: {formatting.distance(first)}."]
-    told += [f"{formatting.failure_text(each)}: {formatting.plain(each.message)}" for each in report.failures[:2]]
-    return [text for text in told if text]
+    texts = [] if first is None else [formatting.plain(first.sentence), f"Apart: {formatting.distance(first)}."]
+    texts += [f"{formatting.failure_text(each)}: {formatting.plain(each.message)}" for each in report.failures[:2]]
+    return [text for text in texts if text]
 
 
 def _draw_losses(axes: Any, report: Findings, phase: str, leftmost: bool) -> None:
@@ -120,18 +120,18 @@ def _draw_losses(axes: Any, report: Findings, phase: str, leftmost: bool) -> Non
 
 def _nonfinite_text(curve: Curve) -> str:
     """Return the number of a curve's non-finite values, which cannot be drawn, for the legend."""
-    lost = sum(value is None for value in curve.loss)
-    return f" ({lost} not finite)" if lost else ""
+    nonfinite = sum(value is None for value in curve.loss)
+    return f" ({nonfinite} not finite)" if nonfinite else ""
 
 
 def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool) -> None:
     """Draw the error of each module in program order for each pass, and what rounding allows."""
     modules = {module: number for number, module in enumerate(html_sections.program_order(pair.rows), 1) if module}
     rows = [row for row in pair.rows if row.phase == phase and row.module]
-    told = [value for row in rows for value in (row.distance, row.allowed) if value]
+    values = [value for row in rows for value in (row.distance, row.allowed) if value]
     axes.set_yscale("log")
-    if told:
-        axes.set_ylim(min(told) / 3, max(told) * 3)
+    if values:
+        axes.set_ylim(min(values) / 3, max(values) * 3)
     for stage, marker, colour in _STAGE_STYLES:
         found = html_sections.worst_row_by_module(rows, stage)
         for counts in (False, True):

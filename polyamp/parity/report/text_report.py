@@ -46,9 +46,9 @@ def text_rows(report: Findings) -> list[tuple[str, str]]:
 
 
 def _detail_lines(report: Findings) -> list[_TextLine]:
-    parts = formatting.divergent_comparison(report)
-    if parts is not None and parts.first is not None:
-        return list(_divergence_lines(report, parts, parts.first))
+    comparison = formatting.divergent_comparison(report)
+    if comparison is not None and comparison.first is not None:
+        return list(_divergence_lines(report, comparison, comparison.first))
     return list(_agreement_lines(report))
 
 
@@ -56,16 +56,16 @@ def _format_lines(lines: list[_TextLine]) -> list[str]:
     """Return the lines as text; free lines of the ten go to texts that need more than one."""
     width = MAX_COLUMNS - _LABEL_WIDTH
     rows = [[line.text] if len(line.text) <= width else textwrap.wrap(line.text, width) for line in lines]
-    given = [1] * len(lines)
+    line_counts = [1] * len(lines)
     free = MAX_LINES - 1 - len(lines)
     for index in sorted(range(len(lines)), key=lambda index: -lines[index].rank):
         more = min(free, len(rows[index]) - 1) if lines[index].rank else 0
-        given[index] += more
+        line_counts[index] += more
         free -= more
     found = []
-    for line, wrapped, count in zip(lines, rows, given, strict=True):
-        kept = wrapped[: count - 1]
-        for number, text in enumerate([*kept, formatting.truncate_end(" ".join(wrapped[count - 1 :]), width)]):
+    for line, wrapped, count in zip(lines, rows, line_counts, strict=True):
+        full_lines = wrapped[: count - 1]
+        for number, text in enumerate([*full_lines, formatting.truncate_end(" ".join(wrapped[count - 1 :]), width)]):
             label = formatting.truncate_middle(line.label, _LABEL_WIDTH - 4) if number == 0 else ""
             found.append(f"  {label:<{_LABEL_WIDTH - 3}} {text}".rstrip())
     return found
@@ -94,8 +94,8 @@ def _divergence_lines(report: Findings, pair: Comparison, first: Divergence) -> 
     for (label, side), values in zip(sides, formatting.statistics(first).values(), strict=True):
         shape = f"[{', '.join(map(str, side.shape))}]" if side.shape else ""
         texts = [" ".join(filter(None, [side.dtype, shape])), *(f"{name} {text}" for name, text in values.items())]
-        ran = f"; {'; '.join(formatting.operations(side))}" if side.operations else ""
-        yield _TextLine(label, formatting.plain(", ".join(filter(None, texts)) + ran))
+        operations = f"; {'; '.join(formatting.operations(side))}" if side.operations else ""
+        yield _TextLine(label, formatting.plain(", ".join(filter(None, texts)) + operations))
     yield _TextLine("looks like", f"{formatting.kind(first)}: {formatting.plain(first.sentence)}", 3)
     if first.evidence:
         more = f" (and {len(first.evidence) - 1} more)" if len(first.evidence) > 1 else ""
@@ -147,14 +147,14 @@ def _failure_lines(report: Findings) -> Iterator[_TextLine]:
 
 def _other_pair_lines(report: Findings, pair: Comparison) -> Iterator[_TextLine]:
     """Yield the other pairs of sides, in one line."""
-    told = [
+    texts = [
         f"{formatting.join_words(list(each.sides))} "
         f"{'agree' if each.first is None else 'differ: ' + formatting.location_text(each.first)}"
         for each in report.comparisons
         if each is not pair and not (each.first is None and report.failures)
     ]
-    if told:
-        yield _TextLine("others", formatting.plain("; ".join(told)))
+    if texts:
+        yield _TextLine("others", formatting.plain("; ".join(texts)))
 
 
 def _allowed_share(row: ComparisonRow) -> float:

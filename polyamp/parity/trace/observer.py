@@ -23,7 +23,7 @@ CaptureKind = Literal["input", "output", "cotangent"]
 """A module's output; the gradient of the unscaled loss with respect to it; or, for a module without submodules, its
 first floating input array, which comes right before its output."""
 CaptureCallback = Callable[[str, CaptureKind, "Array", str], None]
-"""`see(path, what, array, dtype)`, called in the order of computation: outputs as calls end, then cotangents.
+"""`on_capture(path, what, array, dtype)`, called in the order of computation: outputs as calls end, then cotangents.
 
 - path: of the module, as `Converter.inventory` spells it, "" for the model itself; the second call of a module in one
   pass is "path#2", the third "path#3".
@@ -43,19 +43,19 @@ class PassRecord(NamedTuple):
             (float64 of a float64 model); None where the loss does not depend on it.
         operations: the operations that ran, by module path, as `polyamp.explain` lists them; empty where the framework
             does not expose them.
-        unseen: why outputs of submodules are not visible (a compiled model); "" if they are.
+        hidden_reason: why outputs of submodules are not visible (a compiled model); "" if they are.
     """
 
     loss: float
     gradients: Mapping[str, Array | None]
     operations: Sequence[OperationCount] = ()
-    unseen: str = ""
+    hidden_reason: str = ""
 
 
 class Observer(Protocol):
     """Protocol of a backend's recorder of training passes."""
 
-    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
+    def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager that yields a model to train and leaves the given one unchanged.
 
         The model is a copy; or, where copies are impossible (Keras), the model itself, whose variables and settings
@@ -72,26 +72,26 @@ class Observer(Protocol):
             ModelError: the model cannot be copied.
         """
 
-    def still(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
         """Return a context manager in which a model, and functions of its framework, draw no random numbers.
 
         Args:
-            model: a model from `working`.
+            model: a model from `model_copy`.
             draws: None: dropout passes its input through. Else each random mask or number comes from one call of
                 `draws`, in program order. Dropout keeps elements whose draw is >= its rate, and multiplies them by
                 1 / (1 - rate).
         """
 
-    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+    def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         """Run one forward and backward pass of `loss_fn` on the state's model under its policy, as `value_and_grad`.
 
         The state is unchanged afterwards, including its random streams.
 
         Args:
-            state: state that `polyamp.init` made from a model from `working`.
+            state: state that `polyamp.init` made from a model from `model_copy`.
             loss_fn: the loss.
             batch: whole NumPy batch; it is not split into micro-batches.
-            see: called with the output of every module. If submodules are not visible, only with the model's output.
+            on_capture: called with the output of every module; only with the model's if submodules are not visible.
         """
 
 

@@ -58,7 +58,7 @@ class Trace(msgspec.Struct, kw_only=True):
         phase: "float32", "float64", or the policy.
         entries: in the order of computation.
         operations: operations of step 1, by module in the first side's names.
-        unseen: why submodules are not visible; "" if they are.
+        hidden_reason: why submodules are not visible; "" if they are.
         ended: why the run ended before its last step; "" if it did not.
         seconds: wall time of the models alone (steps and passes).
     """
@@ -67,7 +67,7 @@ class Trace(msgspec.Struct, kw_only=True):
     phase: str
     entries: list[Entry] = msgspec.field(default_factory=list)
     operations: list[OperationCount] = msgspec.field(default_factory=list)
-    unseen: str = ""
+    hidden_reason: str = ""
     ended: str = ""
     seconds: float = 0.0
 

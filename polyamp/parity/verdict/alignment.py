@@ -28,31 +28,32 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         modules: path in the second side -> path in the first, of layers and of their containers.
-        holders: paths, in the first, of containers.
-        behind: path in the first -> the first's activation, where only the second's layer includes one: the first's
-            output is compared after it.
-        applied: path in the second -> the second's activation, where only the first's layer includes one.
-        merged: paths, in the first, of layers with two bias arrays on one side and one on the other: the sum of the
-            two moves twice as far.
-        kinds: path in the first -> the layer's kind.
-        turned: paths, in the first, of dense layers next to a flatten, whose input order differs.
-        biased: paths, in the first, of layers whose running variance is that of the batch on one side and an estimate
-            of the population's on the other (n / (n - 1) times it).
-        differs: path in the first -> differences that weights do not carry, as sentences.
-        structure: path in the first -> attributes that differ there ("epsilon").
+        containers: paths, in the first, of containers.
+        activations_after_first: path in the first -> the first's activation, where only the second's layer includes
+            one: the first's output is compared after it.
+        activations_after_second: path in the second -> the second's activation, where only the first's layer includes
+            one.
+        merged_biases: paths, in the first, of layers with two bias arrays on one side and one on the other: the sum of
+            the two moves twice as far.
+        layer_kinds: path in the first -> the layer's kind.
+        reordered: paths, in the first, of dense layers next to a flatten, whose input order differs.
+        variance_conventions: paths, in the first, of layers whose running variance is that of the batch on one side and
+            an estimate of the population's on the other (n / (n - 1) times it).
+        differences: path in the first -> differences that weights do not carry, as sentences.
+        differing_attributes: path in the first -> attributes that differ there ("epsilon").
         notes: the differences as text, and modules without a partner.
     """
 
     modules: dict[str, str]
-    holders: list[str] = msgspec.field(default_factory=list)
-    behind: dict[str, str] = msgspec.field(default_factory=dict)
-    applied: dict[str, str] = msgspec.field(default_factory=dict)
-    merged: list[str] = msgspec.field(default_factory=list)
-    kinds: dict[str, str] = msgspec.field(default_factory=dict)
-    turned: list[str] = msgspec.field(default_factory=list)
-    biased: list[str] = msgspec.field(default_factory=list)
-    differs: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    structure: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    containers: list[str] = msgspec.field(default_factory=list)
+    activations_after_first: dict[str, str] = msgspec.field(default_factory=dict)
+    activations_after_second: dict[str, str] = msgspec.field(default_factory=dict)
+    merged_biases: list[str] = msgspec.field(default_factory=list)
+    layer_kinds: dict[str, str] = msgspec.field(default_factory=dict)
+    reordered: list[str] = msgspec.field(default_factory=list)
+    variance_conventions: list[str] = msgspec.field(default_factory=list)
+    differences: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    differing_attributes: dict[str, list[str]] = msgspec.field(default_factory=dict)
     notes: list[str] = msgspec.field(default_factory=list)
 
 
@@ -68,57 +69,57 @@ class ArrayMappingPair(NamedTuple):
     second: list[ArrayMapping]
 
 
-def align(way: TransferPlan) -> Alignment:
+def align(plan: TransferPlan) -> Alignment:
     """Return the alignment of two sides."""
-    leaves = {each.target.path: each.source.path for each in way.pairs}
-    holders = _container_pairs(leaves)
-    behind, applied = _fused_activations(way.pairs, way.comparison.differences)
-    differs: dict[str, list[str]] = {}
-    structure: dict[str, list[str]] = {}
-    for each in way.comparison.differences:
+    layers = {each.target.path: each.source.path for each in plan.pairs}
+    containers = _container_pairs(layers)
+    after_first, after_second = _fused_activations(plan.pairs, plan.comparison.differences)
+    differences: dict[str, list[str]] = {}
+    attributes: dict[str, list[str]] = {}
+    for each in plan.comparison.differences:
         for path in {
             each.source: 0,
-            leaves.get(each.target, each.source): 0,
+            layers.get(each.target, each.source): 0,
         }:  # an activation may be a layer's or its own
-            differs.setdefault(path, []).append(str(each))
-            structure.setdefault(path, []).append(each.attribute)
-    notes = [f"the weights do not carry: {line}" for line in format_differences(way.comparison.differences)]
-    notes += [f"no partner for {path} of the first side" for path in way.unused]
-    notes += [f"no partner for {path} of the second side" for path in way.missing]
-    merged = [each.source.path for each in way.pairs if _has_merge_mismatch(each)]
+            differences.setdefault(path, []).append(str(each))
+            attributes.setdefault(path, []).append(each.attribute)
+    notes = [f"the weights do not carry: {line}" for line in format_differences(plan.comparison.differences)]
+    notes += [f"no partner for {path} of the first side" for path in plan.unused]
+    notes += [f"no partner for {path} of the second side" for path in plan.missing]
+    merged = [each.source.path for each in plan.pairs if _has_merge_mismatch(each)]
     if merged:
         notes.append(
             f"one side adds two biases where the other has one: {_join_first_paths(merged)}. Either is trained for "
             "itself, so that their sum moves twice as far, and the norm counts both: the first forward and backward "
             "pass are compared, and no update"
         )
-    biased = [each.source.path for each in way.pairs if _has_attribute_difference(each, "unbiased")]
+    biased = [each.source.path for each in plan.pairs if _has_attribute_difference(each, "unbiased")]
     if biased:
         notes.append(
             f"running variances are the batch's on one side and an estimate of the population's on the other, as the "
             f"frameworks have it: {_join_first_paths(biased)}. They are not compared"
         )
     return Alignment(
-        modules={"": "", **holders, **leaves},
-        holders=sorted(set(holders.values())),
-        behind=behind,
-        applied=applied,
-        merged=merged,
-        kinds={each.source.path: each.fit.source.kind for each in way.pairs},
-        biased=biased,
-        turned=[each.source.path for each in way.pairs if each.target.path in way.channel_orders],
-        differs=differs,
-        structure=structure,
+        modules={"": "", **containers, **layers},
+        containers=sorted(set(containers.values())),
+        activations_after_first=after_first,
+        activations_after_second=after_second,
+        merged_biases=merged,
+        layer_kinds={each.source.path: each.fit.source.kind for each in plan.pairs},
+        variance_conventions=biased,
+        reordered=[each.source.path for each in plan.pairs if each.target.path in plan.channel_orders],
+        differences=differences,
+        differing_attributes=attributes,
         notes=notes,
     )
 
 
-def array_mappings(way: TransferPlan) -> ArrayMappingPair:
+def array_mappings(plan: TransferPlan) -> ArrayMappingPair:
     """Return the array mappings of both sides, under the first side's names."""
-    first = [ArrayMapping(each.source.path, each.source, each.fit.source) for each in way.pairs]
+    first = [ArrayMapping(each.source.path, each.source, each.fit.source) for each in plan.pairs]
     second = [
-        ArrayMapping(each.source.path, each.target, each.fit.target, way.channel_orders.get(each.target.path))
-        for each in way.pairs
+        ArrayMapping(each.source.path, each.target, each.fit.target, plan.channel_orders.get(each.target.path))
+        for each in plan.pairs
     ]
     return ArrayMappingPair(first, second)
 
@@ -138,10 +139,10 @@ def _has_merge_mismatch(match: LayerMatch) -> bool:
 def _fused_activations(
     pairs: Sequence[LayerMatch], differences: Sequence[Difference]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return `Alignment.behind` and `Alignment.applied`: activations that only one side's layer includes."""
+    """Return `activations_after_first` and `activations_after_second` of an `Alignment`."""
     own = {each.target: str(each.ours) for each in differences if each.attribute == "activation"}
     others = {each.source: str(each.theirs) for each in differences if each.attribute == "activation"}
-    behind, applied = {}, {}
+    after_first, after_second = {}, {}
     for each in pairs:
         ours, theirs = (
             _own_activation(*side) for side in ((each.source, each.fit.source), (each.target, each.fit.target))
@@ -149,10 +150,10 @@ def _fused_activations(
         if each.fit.source.kind in RECURRENT_KINDS or (ours in _LINEAR) == (theirs in _LINEAR):
             continue
         if ours in _LINEAR:
-            behind[each.source.path] = own.get(each.target.path, str(theirs))
+            after_first[each.source.path] = own.get(each.target.path, str(theirs))
         else:
-            applied[each.target.path] = others.get(each.source.path, str(ours))
-    return behind, applied
+            after_second[each.target.path] = others.get(each.source.path, str(ours))
+    return after_first, after_second
 
 
 def _own_activation(layer: NativeLayer, form: Form) -> object:
@@ -160,32 +161,34 @@ def _own_activation(layer: NativeLayer, form: Form) -> object:
     return None if layer.module.endswith(".Linear") else form.attributes.get("activation")
 
 
-def _container_pairs(leaves: Mapping[str, str]) -> dict[str, str]:
+def _container_pairs(layers: Mapping[str, str]) -> dict[str, str]:
     """Return container of the second side -> container of the first, where both have the same two or more layers.
 
     Sets of layers that several containers of a side share are left out.
     """
-    ours, theirs = _containers_by_layers(leaves.values()), _containers_by_layers(leaves)
-    partner = {frozenset(leaves[path] for path in held): holder for held, holder in theirs.items()}
+    ours, theirs = _containers_by_layers(layers.values()), _containers_by_layers(layers)
+    partner = {
+        frozenset(layers[path] for path in inside_layers): container for inside_layers, container in theirs.items()
+    }
     return {
-        partner[held]: holder
-        for held, holder in ours.items()
-        if held in partner and partner[held] not in leaves and holder not in leaves.values()
+        partner[inside_layers]: container
+        for inside_layers, container in ours.items()
+        if inside_layers in partner and partner[inside_layers] not in layers and container not in layers.values()
     }
 
 
 def _containers_by_layers(paths: Iterable[str]) -> dict[frozenset[str], str]:
     """Return set of layers -> path of their container, without sets that several containers share."""
-    held: dict[str, set[str]] = {}
+    inside_layers: dict[str, set[str]] = {}
     for path in paths:
         parts = path.split("/")
         for end in range(1, len(parts)):
-            held.setdefault("/".join(parts[:end]), set()).add(path)
+            inside_layers.setdefault("/".join(parts[:end]), set()).add(path)
     found: dict[frozenset[str], list[str]] = {}
-    for holder, inside in held.items():
+    for container, inside in inside_layers.items():
         if len(inside) > 1:
-            found.setdefault(frozenset(inside), []).append(holder)
-    return {inside: holders[0] for inside, holders in found.items() if len(holders) == 1}
+            found.setdefault(frozenset(inside), []).append(container)
+    return {inside: containers[0] for inside, containers in found.items() if len(containers) == 1}
 
 
 def _join_first_paths(paths: Sequence[str]) -> str:

@@ -40,11 +40,11 @@ def build_divergence(
     found: EntryComparison,
     phase: Phase,
     labels: tuple[str, str],
-    agreed: Alignment,
+    alignment: Alignment,
     traces: tuple[Trace, Trace],
     after: str,
     between: Sequence[str] = (),
-    ran: str | None = None,
+    operations: str | None = None,
 ) -> Divergence:
     """Return the divergence at an entry, with its diagnosis.
 
@@ -52,22 +52,22 @@ def build_divergence(
         found: comparison of the entry at which the sides diverge.
         phase: the phase.
         labels: of both sides.
-        agreed: alignment of the sides.
+        alignment: alignment of the sides.
         traces: of both sides.
         after: path of the last module that agrees.
         between: layers that run between that module and the entry, and have no compared output.
-        ran: operations that ran in other dtypes there, as text.
+        operations: those that ran in other dtypes there, as text.
     """
     one, two = found.one, found.two
-    made = diagnose(found, labels, agreed, phase, after)
-    if ran:
-        made = made._replace(evidence=[f"{ran}.", *made.evidence])
+    diagnosis = diagnose(found, labels, alignment, phase, after)
+    if operations:
+        diagnosis = diagnosis._replace(evidence=[f"{operations}.", *diagnosis.evidence])
     if between:
-        made = made._replace(evidence=[_hidden_layers_evidence(one.module, between), *made.evidence])
+        diagnosis = diagnosis._replace(evidence=[_hidden_layers_evidence(one.module, between), *diagnosis.evidence])
     scale = found.scale or 1.0
     module = one.module.partition("#")[0]
     return Divergence(
-        phase=phase.shown,
+        phase=phase.title,
         step=one.step,
         stage=one.stage,
         module=between[0] if between else one.module,
@@ -80,14 +80,16 @@ def build_divergence(
         distance=found.distance / scale if math.isfinite(found.distance) else None,
         allowed=found.allowed / scale,
         own={label: None if own is None else own / scale for label, own in zip(labels, found.own, strict=True)},
-        kind=made.kind,
-        sentence=made.sentence,
-        evidence=made.evidence,
+        kind=diagnosis.kind,
+        sentence=diagnosis.sentence,
+        evidence=diagnosis.evidence,
         after=after,
     )
 
 
-def diagnose(found: EntryComparison, labels: tuple[str, str], agreed: Alignment, phase: Phase, after: str) -> Diagnosis:
+def diagnose(
+    found: EntryComparison, labels: tuple[str, str], alignment: Alignment, phase: Phase, after: str
+) -> Diagnosis:
     """Return the likely cause of a difference."""
     a, b = found.one.sketch, found.two.sketch
     where = _location_text(found.one, after)
@@ -122,17 +124,17 @@ def diagnose(found: EntryComparison, labels: tuple[str, str], agreed: Alignment,
             f"Of {found.one.name!r} of {found.one.module!r} the loss of {without} does not know; that of {other} does.",
             [f"{other} has a gradient of root mean square {max(a.rms, b.rms):.3g}; {without} has none."],
         )
-    its = found.one.what != "input"  # a layer's settings do not explain a difference in its input
-    told = agreed.differs.get(found.one.module.partition("#")[0], []) if its else []
-    kinds = agreed.structure.get(found.one.module.partition("#")[0], []) if its else []
-    if any(kind in _EPSILON_ATTRIBUTES for kind in kinds):
-        return Diagnosis("epsilon", f"Another epsilon {where}.", told)
+    is_own_setting = found.one.what != "input"  # a layer's settings do not explain a difference in its input
+    differences = alignment.differences.get(found.one.module.partition("#")[0], []) if is_own_setting else []
+    attributes = alignment.differing_attributes.get(found.one.module.partition("#")[0], []) if is_own_setting else []
+    if any(kind in _EPSILON_ATTRIBUTES for kind in attributes):
+        return Diagnosis("epsilon", f"Another epsilon {where}.", differences)
     if found.one.step == 0:
         return _diagnose_initial_weight(found, labels)
     if found.one.what == "parameter":
         return _diagnose_parameter(found, labels)
-    if told and found.one.what == "statistic":
-        return Diagnosis("formula", f"Other settings {where}.", told)
+    if differences and found.one.what == "statistic":
+        return Diagnosis("formula", f"Other settings {where}.", differences)
     factor = _common_factor(a, b)
     if factor is not None:
         return Diagnosis(
@@ -146,8 +148,8 @@ def diagnose(found: EntryComparison, labels: tuple[str, str], agreed: Alignment,
             f"The same numbers in another order {where}.",
             [f"Mean {a.mean:.6g}, root mean square {a.rms:.6g} and largest {a.largest:.6g} are alike on both sides."],
         )
-    if told:
-        return Diagnosis("formula", f"Other settings {where}.", told)
+    if differences:
+        return Diagnosis("formula", f"Other settings {where}.", differences)
     if a.zeros != b.zeros and _has_common_factor_where_nonzero(a, b):
         return Diagnosis(
             "randomness",
@@ -156,16 +158,16 @@ def diagnose(found: EntryComparison, labels: tuple[str, str], agreed: Alignment,
         )
     if a.width != b.width and "float32" in (a.width, b.width):
         return Diagnosis("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
-    said = f"relative distance {found.distance / size:.1e}, {found.allowed / size:.1e} allowed"
+    text = f"relative distance {found.distance / size:.1e}, {found.allowed / size:.1e} allowed"
     if phase.name != FLOAT32:
         return Diagnosis(
-            "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{said}."]
+            "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}."]
         )
     small = found.distance < 1e-2 * found.scale
     return Diagnosis(
         "formula",
         f"Another formula {where}{': a small one, such as an approximation or an epsilon' if small else ''}.",
-        [f"In float32, where rounding explains little: {said}."],
+        [f"In float32, where rounding explains little: {text}."],
     )
 
 
@@ -173,12 +175,12 @@ def _diagnose_parameter(found: EntryComparison, labels: tuple[str, str]) -> Diag
     """Diagnose a parameter after an update whose gradient and optimizer slots agree."""
     what = f"parameter {found.one.name!r} of {found.one.module!r}"
     size = found.scale or 1.0
-    said = f"Its gradient and the optimizer's slots agree; relative distance {found.distance / size:.1e}."
+    text = f"Its gradient and the optimizer's slots agree; relative distance {found.distance / size:.1e}."
     if found.why:
         why = found.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
-        return Diagnosis("formula", f"The optimizers move {what} in another way.", [why, said])
+        return Diagnosis("formula", f"The optimizers move {what} in another way.", [why, text])
     return Diagnosis(
-        "formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [said]
+        "formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [text]
     )
 
 
@@ -188,38 +190,38 @@ def _diagnose_initial_weight(found: EntryComparison, labels: tuple[str, str]) ->
     assert a is not None
     assert b is not None
     what = f"{found.one.what} {found.one.name!r} of {found.one.module!r}"
-    said = f"relative distance {found.distance / (found.scale or 1.0):.1e} before the first step"
+    text = f"relative distance {found.distance / (found.scale or 1.0):.1e} before the first step"
     if _is_permutation(a, b):
-        return Diagnosis("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{said}."])
+        return Diagnosis("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{text}."])
     if a.width != b.width:
         return Diagnosis(
-            "dtype", f"{labels[1]} began with {what} in fewer digits.", [_width_text(labels, a, b), f"{said}."]
+            "dtype", f"{labels[1]} began with {what} in fewer digits.", [_width_text(labels, a, b), f"{text}."]
         )
-    return Diagnosis("layout", f"{labels[1]} began with other values of {what}.", [f"{said}."])
+    return Diagnosis("layout", f"{labels[1]} began with other values of {what}.", [f"{text}."])
 
 
 def _diagnose_number(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
     one, two = found.one.number or 0.0, found.two.number or 0.0
     what = found.one.what
-    said = f"{what}: {one:.6g} in {labels[0]}, {two:.6g} in {labels[1]}."
+    text = f"{what}: {one:.6g} in {labels[0]}, {two:.6g} in {labels[1]}."
     if not (math.isfinite(one) and math.isfinite(two)):
-        return Diagnosis("not finite", f"The {what} is finite on one side alone.", [said])
+        return Diagnosis("not finite", f"The {what} is finite on one side alone.", [text])
     if what == "finite":
-        return Diagnosis("formula", "One side skips the step and the other does not.", [said])
+        return Diagnosis("formula", "One side skips the step and the other does not.", [text])
     times = _integer_ratio_evidence(one, two, labels)
     if what == "loss":
         why = "All outputs agree and the loss does not: the loss functions differ."
-        return Diagnosis("factor" if times else "formula", why, [said, *times])
-    return Diagnosis("factor" if times else "formula", f"The {what} differs.", [said, *times])
+        return Diagnosis("factor" if times else "formula", why, [text, *times])
+    return Diagnosis("factor" if times else "formula", f"The {what} differs.", [text, *times])
 
 
 def _integer_ratio_evidence(one: float, two: float, labels: tuple[str, str]) -> list[str]:
     if not one or not two:
         return []
     ratio = two / one
-    for shown, times in ((ratio, labels[1]), (1 / ratio, labels[0])):
-        if shown > 1.5 and abs(shown - round(shown)) < _FACTOR_TOLERANCE * shown:
-            return [f"{times} has {round(shown)} times the other's: a sum where the other takes a mean?"]
+    for factor, label in ((ratio, labels[1]), (1 / ratio, labels[0])):
+        if factor > 1.5 and abs(factor - round(factor)) < _FACTOR_TOLERANCE * factor:
+            return [f"{label} has {round(factor)} times the other's: a sum where the other takes a mean?"]
     return []
 
 
@@ -295,7 +297,7 @@ def _side_values(entry: Entry, trace: Trace, module: str) -> SideValues:
     each = entry.sketch
     if each is None:
         return SideValues(path=entry.own, number=entry.number)
-    ran = [row for row in trace.operations if row.module == module]
+    operations = [row for row in trace.operations if row.module == module]
     return SideValues(
         path=entry.own,
         dtype=each.dtype,
@@ -306,5 +308,5 @@ def _side_values(entry: Entry, trace: Trace, module: str) -> SideValues:
         nonfinite=each.nonfinite,
         zeros=each.zeros,
         width=each.width,
-        operations=[f"{row.name} in {row.dtype}" for row in ran[:_MAX_OPERATIONS]],
+        operations=[f"{row.name} in {row.dtype}" for row in operations[:_MAX_OPERATIONS]],
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import Entry
+
+_ROUNDING_GRADIENT_SHARE: Final = 1e-2
+"""Largest norm of a float32 gradient, relative to that under the policy, at which the latter is rounding alone."""
 
 
 class EntryComparison(NamedTuple):
@@ -73,3 +76,21 @@ def scalar_distance(one: float, other: float) -> float:
     if math.isfinite(one) and math.isfinite(other):
         return abs(one - other)
     return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else math.inf
+
+
+def is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry | None]) -> bool:
+    """Return whether a gradient is rounding alone on both sides, as their float32 runs show. Example: the bias of a
+    convolution before a batch normalization, whose terms add up to 0."""
+    return all(
+        each is not None
+        and each.sketch is not None
+        and side.sketch is not None
+        and each.sketch.norm <= _ROUNDING_GRADIENT_SHARE * side.sketch.norm
+        for side, each in zip(sides, wide, strict=True)
+    )
+
+
+def has_equal_layout(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether two shapes are equal up to axes of length 1, or one is a flattened form of the other."""
+    some, others = ([length for length in shape if length != 1] for shape in (one, other))
+    return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))

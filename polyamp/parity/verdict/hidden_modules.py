@@ -17,20 +17,20 @@ StepGradients = Mapping[tuple[Any, ...], Entry]
 
 
 def add_zero_gradients(
-    agreed: Alignment, ours: StepGradients, theirs: StepGradients
+    alignment: Alignment, ours: StepGradients, theirs: StepGradients
 ) -> tuple[StepGradients, StepGradients]:
     """Return both sides' entries, with zero gradients without a dtype for parameters that lack a gradient.
 
     Frameworks differ in whether a parameter on which the loss does not depend has a zero gradient or none.
     """
-    return _fill_zero_gradients(agreed, ours, theirs), _fill_zero_gradients(agreed, theirs, ours)
+    return _fill_zero_gradients(alignment, ours, theirs), _fill_zero_gradients(alignment, theirs, ours)
 
 
-def _fill_zero_gradients(agreed: Alignment, step: StepGradients, other: StepGradients) -> StepGradients:
+def _fill_zero_gradients(alignment: Alignment, step: StepGradients, other: StepGradients) -> StepGradients:
     absent = {
         key: each
         for key, each in other.items()
-        if each.what == "gradient" and key not in step and each.module in agreed.kinds
+        if each.what == "gradient" and key not in step and each.module in alignment.layer_kinds
     }
     if not absent:
         return step
@@ -61,13 +61,13 @@ def is_absent(entry: Entry) -> bool:
     return entry.what == "gradient" and entry.sketch is not None and not entry.sketch.dtype
 
 
-def hidden_recurrent_cells(agreed: Alignment, shown: Sequence[str], last: str, first: str) -> list[str]:
+def hidden_recurrent_cells(alignment: Alignment, shown: Sequence[str], last: str, first: str) -> list[str]:
     """Return the cells of recurrent stacks that run between two modules.
 
     Cells are matched one by one, but their outputs are not compared: frameworks run them inside one call.
 
     Args:
-        agreed: alignment of the sides.
+        alignment: alignment of the sides.
         shown: modules whose outputs were compared, in the order of the program.
         last: the last that agrees; "" if there is none, and then the result is empty.
         first: the first that does not.
@@ -78,37 +78,37 @@ def hidden_recurrent_cells(agreed: Alignment, shown: Sequence[str], last: str, f
     """
     if not last:
         return []
-    order = list(agreed.kinds)
+    order = list(alignment.layer_kinds)
     known = set(shown)
-    found = [path for path, kind in agreed.kinds.items() if path not in known and kind in RECURRENT_KINDS]
-    places = [order.index(path) for path in shown if path in agreed.kinds]
+    found = [path for path, kind in alignment.layer_kinds.items() if path not in known and kind in RECURRENT_KINDS]
+    places = [order.index(path) for path in shown if path in alignment.layer_kinds]
     if places != sorted(places) or not {first, last} <= set(order):
         return sorted(found, key=_natural_sort_key)
     begin = order.index(last) + 1
     return [path for path in order[begin : order.index(first)] if path in found]
 
 
-def recurrent_cell_positions(agreed: Alignment, place: Mapping[str, float]) -> dict[str, float]:
+def recurrent_cell_positions(alignment: Alignment, place: Mapping[str, float]) -> dict[str, float]:
     """Return the positions in the program of recurrent cells whose outputs were not recorded.
 
     A cell is placed before the layer that follows it in definition order, or before the last layer if the calls have
     another order.
 
     Args:
-        agreed: alignment of the sides.
+        alignment: alignment of the sides.
         place: positions of the recorded modules.
     """
-    layers = [path for path in agreed.kinds if path in place]
+    layers = [path for path in alignment.layer_kinds if path in place]
     if not layers:
         return {}
     found: dict[str, float] = {}
     known = [place[path] for path in layers]
     follows = max(known) if known != sorted(known) else None
     after = max(known)
-    for path in reversed(agreed.kinds):
+    for path in reversed(alignment.layer_kinds):
         if path in place:
             after = place[path]
-        elif agreed.kinds[path] in RECURRENT_KINDS:
+        elif alignment.layer_kinds[path] in RECURRENT_KINDS:
             found[path] = (after if follows is None else follows) - 0.5
     return found
 

@@ -23,27 +23,27 @@ _OPERATION_FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
 not listed: its statistics are float32 whatever its arrays are (S4)."""
 
 
-def find_dtype_mismatches(agreed: Alignment, labels: tuple[str, str], traces: tuple[Trace, Trace]) -> dict[str, str]:
+def find_dtype_mismatches(alignment: Alignment, labels: tuple[str, str], traces: tuple[Trace, Trace]) -> dict[str, str]:
     """Return modules in which one side ran operations of a family in 16 bits and the other side in float32.
 
     Args:
-        agreed: alignment of the sides.
+        alignment: alignment of the sides.
         labels: of both sides.
         traces: of one phase.
 
     Returns:
         Path in the first side's names -> the operations with their dtypes, as text.
     """
-    known = set(agreed.modules.values())
+    known = set(alignment.modules.values())
     ours, theirs = (_dtypes_by_family(each.operations, known) for each in traces)
     found: dict[str, str] = {}
     for key in ours.keys() & theirs.keys():
         narrow = [any(dtype in HALF_DTYPES for dtype in each[key].values()) for each in (ours, theirs)]
         if narrow[0] != narrow[1]:
-            said = (
+            texts = (
                 f"{_format_dtypes(each[key])} in {label}" for label, each in zip(labels, (ours, theirs), strict=True)
             )
-            found[key[0]] = "; ".join(said)
+            found[key[0]] = "; ".join(texts)
     return found
 
 
@@ -66,5 +66,5 @@ def _nearest_module(path: str, known: set[str]) -> str:
     return path
 
 
-def _format_dtypes(ran: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} in {dtype}" for name, dtype in ran.items())
+def _format_dtypes(dtypes: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())

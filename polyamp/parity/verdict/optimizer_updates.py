@@ -45,11 +45,11 @@ class OptimizerUpdates:
     """Comparison of the updates of one phase.
 
     Args:
-        judge: tolerance of the phase.
+        tolerance: tolerance of the phase.
     """
 
-    def __init__(self, judge: PhaseTolerance) -> None:
-        self._judge = judge
+    def __init__(self, tolerance: PhaseTolerance) -> None:
+        self._tolerance = tolerance
         self._steady_elements: dict[tuple[str, str], Array] = {}
         self._gradient_tolerance: dict[tuple[str, str], float] = {}
         self._before: dict[tuple[str, str], Array] = {}
@@ -87,7 +87,7 @@ class OptimizerUpdates:
             self._gradient_tolerance.get(key, 0.0), found.allowed / norm if norm else 0.0
         )
 
-    def kept(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:
+    def compare_slot(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:
         """Compare a slot of the optimizer, or a running statistic."""
         a, b = one.sketch, two.sketch
         assert a is not None
@@ -96,9 +96,11 @@ class OptimizerUpdates:
             return None
         own = own_distance(one, wide[0]), own_distance(two, wide[1])
         scale = max(a.norm, b.norm)
-        loose = 2.0 * min(self._gradient_tolerance.get((one.module, one.name), 0.0), 1.0)
-        alone = one.step <= 1
-        allowed = max(self._judge.allowed(own, float(one.step), scale, alone=alone), loose * scale)
+        gradient_share = 2.0 * min(self._gradient_tolerance.get((one.module, one.name), 0.0), 1.0)
+        same_inputs = one.step <= 1
+        allowed = max(
+            self._tolerance.allowed(own, float(one.step), scale, same_inputs=same_inputs), gradient_share * scale
+        )
         if one.what != "statistic":
             allowed = max(allowed, _BETA_ROUNDING * scale)
         return EntryComparison(one, two, sketch_distance(a, b), allowed, scale, own)
@@ -131,20 +133,20 @@ class OptimizerUpdates:
         if one.sketch.nonfinite != two.sketch.nonfinite:
             return EntryComparison(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
         chosen = _trimmed_rms(a - b, steady)
-        owns = [
+        own = [
             None if w is None or w.sketch is None else _trimmed_rms(side - w.sketch.samples(), steady)
             for side, w in zip((a, b), wide, strict=True)
         ]
         scale = max(one.sketch.rms, two.sketch.rms)
-        loose = min(self._gradient_tolerance.get(key, 0.0), 1.0) * moved
+        gradient_share = min(self._gradient_tolerance.get(key, 0.0), 1.0) * moved
         arithmetic = FACTOR * _FLOAT32_ROUNDOFF * math.sqrt(max(one.step, 1)) * scale
-        alone = one.step <= 1
-        judged = 0.0
-        if any(each is not None for each in owns):
-            judged = self._judge.allowed((owns[0], owns[1]), 0.0, 0.0, alone=alone)
-        allowed = max(judged, loose, arithmetic)
+        same_inputs = one.step <= 1
+        own_share = 0.0
+        if any(each is not None for each in own):
+            own_share = self._tolerance.allowed((own[0], own[1]), 0.0, 0.0, same_inputs=same_inputs)
+        allowed = max(own_share, gradient_share, arithmetic)
         why = _explain_update(a, b, before, steady) if chosen > allowed and one.step else ""
-        return EntryComparison(one, two, chosen, allowed, scale, (owns[0], owns[1]), why=why)
+        return EntryComparison(one, two, chosen, allowed, scale, (own[0], own[1]), why=why)
 
 
 def _explain_update(a: Array, b: Array, before: Array, steady: Array) -> str:

@@ -37,12 +37,12 @@ class PhaseTolerance(NamedTuple):
     Attributes:
         roundoff: the unit roundoff of the coarsest dtype of both sides.
         wide: whether own distances are measured from a float64 run of the same formula.
-        alike: whether both sides have the same policy.
+        same_policy: whether both sides have the same policy.
     """
 
     roundoff: float
     wide: bool
-    alike: bool
+    same_policy: bool
 
     def arithmetic(self, depth: float, scale: float) -> float:
         """Return the error of `depth` successive roundings."""
@@ -54,7 +54,7 @@ class PhaseTolerance(NamedTuple):
         depth: float,
         scale: float,
         *,
-        alone: bool = True,
+        same_inputs: bool = True,
         switched: bool = False,
         drift: float = 0.0,
     ) -> float:
@@ -64,8 +64,8 @@ class PhaseTolerance(NamedTuple):
             own: distance of each side from its own wider run; None if there is none.
             depth: approximate number of successive roundings.
             scale: norm of the values, to which roundings are relative.
-            alone: whether both sides compute from the same numbers, as in the first step. A fault of one side's 16-bit
-                program then affects only that side's own distance.
+            same_inputs: whether both sides compute from the same numbers, as in the first step. A fault of one side's
+                16-bit program then affects only that side's own distance.
             switched: whether rounding may have switched units before it.
             drift: relative distance of the parameters from which it is computed, where that is legitimate.
 
@@ -76,13 +76,13 @@ class PhaseTolerance(NamedTuple):
         most = math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale
         known = [each for each in own if each is not None]
         if not known:
-            plain = FACTOR * NO_WIDE_RUN_FACTOR * floor
-        elif not self.alike:
+            distance = FACTOR * NO_WIDE_RUN_FACTOR * floor
+        elif not self.same_policy:
             return FACTOR * max(floor, min(max(known), _OWN_DISTANCE_CAP * floor))
         elif self.wide:
-            plain = FACTOR * max(floor, sum(known) * len(own) / len(known))  # a missing one counts as the other
+            distance = FACTOR * max(floor, sum(known) * len(own) / len(known))  # a missing one counts as the other
         else:
-            plain = FACTOR * max(floor, min(known) if alone else max(known))
+            distance = FACTOR * max(floor, min(known) if same_inputs else max(known))
         if switched:
-            plain = max(plain, 2.0 * (min(max(known), most) if len(known) == len(own) else most))
-        return max(plain, DRIFT_FACTOR * drift * scale)
+            distance = max(distance, 2.0 * (min(max(known), most) if len(known) == len(own) else most))
+        return max(distance, DRIFT_FACTOR * drift * scale)

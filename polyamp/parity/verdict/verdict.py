@@ -14,7 +14,14 @@ from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
 from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.distances import EntryComparison, own_distance, prefer_float64_distance, scalar_distance
+from polyamp.parity.verdict.distances import (
+    EntryComparison,
+    has_equal_layout,
+    is_rounding_only,
+    own_distance,
+    prefer_float64_distance,
+    scalar_distance,
+)
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
@@ -27,8 +34,6 @@ _GRADIENT_FLOOR_SHARE: Final = 0.1
 """Least scale of a gradient, relative to the largest: terms of a sum may cancel (a key's bias), their rounding not."""
 _KINK_ZERO_SHARE: Final = 1 / 64
 """Share of zeros in the gradient with respect to an output above which units count as switched off."""
-_ROUNDING_GRADIENT_SHARE: Final = 1e-2
-"""Largest norm of a float32 gradient, relative to that under the policy, at which the latter is rounding alone."""
 
 
 class PhaseTrace(NamedTuple):
@@ -46,7 +51,7 @@ class PhaseTrace(NamedTuple):
 def compare_traces(
     labels: tuple[str, str],
     runs: Sequence[tuple[Phase, PhaseTrace, PhaseTrace]],
-    agreed: Alignment,
+    alignment: Alignment,
     recipes: tuple[Recipe | None, Recipe | None],
 ) -> Comparison:
     """Compare two sides phase by phase.
@@ -54,38 +59,38 @@ def compare_traces(
     Args:
         labels, recipes: of the first side, of the other.
         runs: runs of both in each phase that both began; float64 if at least one side has it.
-        agreed: alignment of the sides.
+        alignment: alignment of the sides.
     """
     by_phase = {phase.name: (phase, one, two) for phase, one, two in runs}
     first: Divergence | None = None
     rows: list[ComparisonRow] = []
-    notes = list(agreed.notes)
-    for trace in dict.fromkeys((run.trace.side, run.trace.unseen) for _, *both in runs for run in both):
+    notes = list(alignment.notes)
+    for trace in dict.fromkeys((run.trace.side, run.trace.hidden_reason) for _, *both in runs for run in both):
         notes += [f"{trace[0]}: {trace[1]}"] * bool(trace[1])
-    judged = {FLOAT32: FLOAT64, POLICY: FLOAT32}
+    wider_phase = {FLOAT32: FLOAT64, POLICY: FLOAT32}
     for name in (FLOAT32, POLICY):
         if name not in by_phase:
             continue
         phase, one, two = by_phase[name]
-        alike = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
-        judge = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, alike)
+        same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
+        tolerance = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, same_policy)
         clips = any(recipe is not None and recipe.clip_norm is not None for recipe in recipes)
-        work = _PhaseComparison(labels, phase, judge, agreed, (one.trace, two.trace), clips)
-        wider = by_phase[judged[name]][1:] if judged[name] in by_phase else ()
-        beside = itertools.chain(
+        comparison = _PhaseComparison(labels, phase, tolerance, alignment, (one.trace, two.trace), clips)
+        wider = by_phase[wider_phase[name]][1:] if wider_phase[name] in by_phase else ()
+        wider_steps = itertools.chain(
             itertools.zip_longest(*map(_entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
         )
-        looks = name == FLOAT32 and FLOAT64 in by_phase and by_phase[FLOAT64][0].looks
+        pass_only = name == FLOAT32 and FLOAT64 in by_phase and by_phase[FLOAT64][0].pass_only
         for number, (ours, theirs, (wide_ours, wide_theirs)) in enumerate(
-            zip(_entries_by_step(one), _entries_by_step(two), beside, strict=False)
+            zip(_entries_by_step(one), _entries_by_step(two), wider_steps, strict=False)
         ):
-            work.limit_to_exact_quantities(looks and number > 1)
-            work.step(ours, theirs, wide_ours, wide_theirs)
-            if work.first is not None:
+            comparison.limit_to_exact_quantities(pass_only and number > 1)
+            comparison.step(ours, theirs, wide_ours, wide_theirs)
+            if comparison.first is not None:
                 break  # from here on the models differ, so that every later difference is a consequence
-        rows += work.rows()
-        notes += [note for note in work.notes if note not in notes]
-        first = first or work.first
+        rows += comparison.rows()
+        notes += [note for note in comparison.notes if note not in notes]
+        first = first or comparison.first
     return Comparison(sides=labels, first=first, rows=rows, notes=notes)
 
 
@@ -93,9 +98,9 @@ def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:
     return None if phase.name != POLICY or recipe is None else (recipe.policy.compute, recipe.policy.output)
 
 
-def _entries_by_step(ran: PhaseTrace) -> Iterator[dict[tuple[Any, ...], Entry]]:
+def _entries_by_step(run: PhaseTrace) -> Iterator[dict[tuple[Any, ...], Entry]]:
     """Yield the entries of each step by their keys, one step at a time."""
-    return map(_index_entries, _split_steps(ran.entries()))
+    return map(_index_entries, _split_steps(run.entries()))
 
 
 def _split_steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
@@ -123,26 +128,26 @@ class _PhaseComparison:
         self,
         labels: tuple[str, str],
         phase: Phase,
-        judge: PhaseTolerance,
-        agreed: Alignment,
+        tolerance: PhaseTolerance,
+        alignment: Alignment,
         traces: tuple[Trace, Trace],
         clips: bool,
     ) -> None:
         self._clips, self._is_exact_only = clips, False
-        self._labels, self._phase, self._judge = labels, phase, judge
-        self._agreed, self._traces = agreed, traces
+        self._labels, self._phase, self._tolerance = labels, phase, tolerance
+        self._alignment, self._traces = alignment, traces
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
-        self._updates = OptimizerUpdates(judge)
+        self._updates = OptimizerUpdates(tolerance)
         self._is_kinked, self._drift = False, 0.0
-        mixed = phase.name == POLICY and judge.alike
-        self._dtype_mismatches = op_dtypes.find_dtype_mismatches(agreed, labels, traces) if mixed else {}
+        mixed = phase.name == POLICY and tolerance.same_policy
+        self._dtype_mismatches = op_dtypes.find_dtype_mismatches(alignment, labels, traces) if mixed else {}
         self.first: Divergence | None = None
         self.notes: list[str] = []
 
     def step(self, ours: StepEntries, theirs: StepEntries, wide_ours: StepEntries, wide_theirs: StepEntries) -> None:
         """Compare one step of both sides."""
         if ours and theirs:
-            ours, theirs = hidden_modules.add_zero_gradients(self._agreed, ours, theirs)
+            ours, theirs = hidden_modules.add_zero_gradients(self._alignment, ours, theirs)
         overflowed = _has_overflow(ours, theirs)
         self._drift = self._updates.drift(
             {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
@@ -152,28 +157,28 @@ class _PhaseComparison:
         depth = 0
         allowed_gradients: dict[tuple[str, str], float] = {}
         last = ""
-        quiet = _GRADIENT_FLOOR_SHARE * max(
+        gradient_floor = _GRADIENT_FLOOR_SHARE * max(
             (e.sketch.rms for e in ours.values() if e.what == "gradient" and e.sketch is not None), default=0.0
         )
-        reach: tuple[float, float] | None = None  # last output: allowed distance, norm of its cotangent
-        for entry in _order_entries(ours, self._agreed):
+        last_output: tuple[float, float] | None = None  # last output: allowed distance, norm of its cotangent
+        for entry in _order_entries(ours, self._alignment):
             other = theirs.get(self._partner_key(entry))
-            if other is None or not self._is_judged(entry):
+            if other is None or not self._is_compared(entry):
                 continue
             if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
                 continue  # frameworks differ in where infinities arise; only the step's reaction is compared
             wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
-            leaf = entry.module.partition("#")[0] not in self._agreed.holders
+            leaf = entry.module.partition("#")[0] not in self._alignment.containers
             depth += entry.what.startswith("output") and leaf
             found: EntryComparison | None
             if entry.sketch is None:
-                found = self._compare_numbers(entry, other, wide, depth, reach, allowed_gradients)
+                found = self._compare_numbers(entry, other, wide, depth, last_output, allowed_gradients)
             elif entry.what == "parameter":
                 found = self._updates.compare_parameter(entry, other, wide)
             elif entry.stage == "update":
-                found = self._updates.kept(entry, other, wide)
+                found = self._updates.compare_slot(entry, other, wide)
             else:
-                floor = quiet * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
+                floor = gradient_floor * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
                 depths = depth * (1 if entry.stage == "forward" else 2)
                 found = self._compare_before_activation(
                     entry, self._compare_arrays(entry, other, wide, depths, floor), ours, theirs, wide, depths
@@ -189,10 +194,10 @@ class _PhaseComparison:
             if entry.what.startswith("output") and leaf and not found.counts:
                 last = entry.module
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
-                reach = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
+                last_output = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
             if found.counts and not found.kind and not module and entry.what.startswith("output"):
                 suspect = suspect or diagnosis.build_divergence(
-                    found, self._phase, self._labels, self._agreed, self._traces, last
+                    found, self._phase, self._labels, self._alignment, self._traces, last
                 )
                 continue
             if suspect is not None and found.counts and not module and entry.stage == "backward":
@@ -206,7 +211,7 @@ class _PhaseComparison:
                     found,
                     self._phase,
                     self._labels,
-                    self._agreed,
+                    self._alignment,
                     self._traces,
                     last,
                     between,
@@ -229,24 +234,26 @@ class _PhaseComparison:
 
     def rows(self) -> list[ComparisonRow]:
         """Return the rows of the table."""
-        return [_comparison_row(self._phase.shown, found) for found in self._worst.values()]
+        return [_comparison_row(self._phase.title, found) for found in self._worst.values()]
 
     def _hidden_layers(self, found: EntryComparison, last: str, ours: StepEntries, theirs: StepEntries) -> list[str]:
         """Return layers without compared outputs in which the difference may originate."""
         if found.one.stage != "forward" or found.one.sketch is None:
             return []
         shown = hidden_modules.output_modules(
-            e for e in ours.values() if self._partner_key(e) in theirs and self._is_judged(e)
+            e for e in ours.values() if self._partner_key(e) in theirs and self._is_compared(e)
         )
         module, before = (path.partition("#")[0] for path in (found.one.module, last))
-        return hidden_modules.hidden_recurrent_cells(self._agreed, shown, before, module)
+        return hidden_modules.hidden_recurrent_cells(self._alignment, shown, before, module)
 
     def _partner_key(self, entry: Entry) -> tuple[Any, ...]:
         """Return the key of the other side's entry."""
         module = entry.module.partition("#")[0]
-        if entry.what == "output" and module in self._agreed.behind:
+        if entry.what == "output" and module in self._alignment.activations_after_first:
             return ()
-        what = "output" if entry.what == f"output, {self._agreed.behind.get(module)}" else entry.what
+        what = (
+            "output" if entry.what == f"output, {self._alignment.activations_after_first.get(module)}" else entry.what
+        )
         return entry.step, entry.stage, entry.module, what, entry.name
 
     def _allowed_distance(
@@ -254,38 +261,42 @@ class _PhaseComparison:
     ) -> float:
         later = entry.step > 1
         drift = self._drift if later and entry.stage != "update" else 0.0
-        return self._judge.allowed(
-            own, depth, scale, alone=not later, switched=self._has_unit_switches(entry), drift=drift
+        return self._tolerance.allowed(
+            own, depth, scale, same_inputs=not later, switched=self._has_unit_switches(entry), drift=drift
         )
 
     def _has_unit_switches(self, entry: Entry) -> bool:
         """Return whether rounding may have switched units of a ReLU or a maximum before an entry."""
         return self._is_kinked and (entry.step > 1 or entry.stage != "forward")
 
-    def _is_judged(self, entry: Entry) -> bool:
+    def _is_compared(self, entry: Entry) -> bool:
         """Return whether an entry is compared: not where frameworks differ by convention."""
         if self._is_exact_only and entry.what not in _EXACT_QUANTITIES:
             return False
-        if entry.what == "statistic" and entry.name == "variance" and entry.module in self._agreed.biased:
+        if (
+            entry.what == "statistic"
+            and entry.name == "variance"
+            and entry.module in self._alignment.variance_conventions
+        ):
             return False
-        recurrent = self._agreed.kinds.get(entry.module.partition("#")[0]) in RECURRENT_KINDS
+        recurrent = self._alignment.layer_kinds.get(entry.module.partition("#")[0]) in RECURRENT_KINDS
         if recurrent and entry.what == "parameter" and "bias" in entry.name:
             return False  # only the sum of two biases, or of one with a constant of haiku's, has a meaning
         if recurrent and entry.sketch is not None and entry.what in ("output", "cotangent"):
             return False  # frameworks differ in the time order of outputs of a backward pass over time
-        if not self._agreed.merged or entry.step == 0:
+        if not self._alignment.merged_biases or entry.step == 0:
             return True
         if entry.step > 1 or entry.what == "grad_norm":  # the sum of both moves twice as far; the norm counts both
             return False
-        return entry.stage != "update" or not (self._clips or entry.module in self._agreed.merged)
+        return entry.stage != "update" or not (self._clips or entry.module in self._alignment.merged_biases)
 
     def _compare_arrays(
-        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, least: float
+        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, min_scale: float
     ) -> EntryComparison | None:
         a, b = one.sketch, two.sketch
         assert a is not None
         assert b is not None
-        if not _has_equal_layout(a.shape, b.shape):
+        if not has_equal_layout(a.shape, b.shape):
             self._add_note(
                 f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "
                 f"{self._labels[1]}: its {one.what} is not compared"
@@ -293,24 +304,30 @@ class _PhaseComparison:
             return None
         scale = max(a.norm, b.norm)
         own = own_distance(one, wide[0]), own_distance(two, wide[1])
-        allowed = self._allowed_distance(own, depth, max(scale, least), one)
-        if one.what == "gradient" and not self._judge.wide and _is_rounding_only((one, two), wide):
+        allowed = self._allowed_distance(own, depth, max(scale, min_scale), one)
+        if one.what == "gradient" and not self._tolerance.wide and is_rounding_only((one, two), wide):
             allowed = max(allowed, FACTOR * max(each for each in own if each is not None))
         kind = ""
         narrow = [each.dtype in HALF_DTYPES for each in (a, b)]
-        product = self._agreed.kinds.get(one.module.partition("#")[0]) in _MATMUL_KINDS
-        if one.what.startswith("output") and product and self._judge.alike and a.dtype != b.dtype and any(narrow):
+        product = self._alignment.layer_kinds.get(one.module.partition("#")[0]) in _MATMUL_KINDS
+        if (
+            one.what.startswith("output")
+            and product
+            and self._tolerance.same_policy
+            and a.dtype != b.dtype
+            and any(narrow)
+        ):
             kind = "dtype"
         known = [each for each in own if each is not None]
-        random = one.step == 1 and one.what.startswith("output") and self._judge.wide
+        random = one.step == 1 and one.what.startswith("output") and self._tolerance.wide
         if random and known and max(known) > RANDOMNESS_LIMIT * scale:
             kind = "randomness"
         distance = sketch_distance(a, b)
         if distance > allowed and (hidden_modules.is_absent(one) or hidden_modules.is_absent(two)):
             kind = "missing"
         found = EntryComparison(one, two, distance, allowed, scale, own, kind)
-        if one.stage == "forward" and one.step == 1 and self._judge.wide and not found.counts:
-            return prefer_float64_distance(found, wide, self._judge.arithmetic(depth, scale))
+        if one.stage == "forward" and one.step == 1 and self._tolerance.wide and not found.counts:
+            return prefer_float64_distance(found, wide, self._tolerance.arithmetic(depth, scale))
         return found
 
     def _compare_before_activation(
@@ -343,7 +360,7 @@ class _PhaseComparison:
         two: Entry,
         wide: tuple[Entry | None, Entry | None],
         depth: int,
-        reach: tuple[float, float] | None,
+        last_output: tuple[float, float] | None,
         gradients: Mapping[tuple[str, str], float],
     ) -> EntryComparison:
         assert one.number is not None
@@ -357,8 +374,8 @@ class _PhaseComparison:
             for side, each in zip((one, two), wide, strict=True)
         )
         allowed = self._allowed_distance((own[0], own[1]), depth, scale, one)
-        if one.what == "loss" and reach is not None:
-            allowed += reach[0] * reach[1]
+        if one.what == "loss" and last_output is not None:
+            allowed += last_output[0] * last_output[1]
         if one.what == "grad_norm":
             allowed += math.sqrt(sum(each * each for each in gradients.values()))
         return EntryComparison(one, two, distance, allowed, scale, (own[0], own[1]))
@@ -370,19 +387,19 @@ class _PhaseComparison:
         if before is None or (found.counts, found.ratio) > (before.counts, before.ratio):
             self._worst[key] = found
 
-    def _add_note(self, said: str) -> None:
-        if said not in self.notes:
-            self.notes.append(said)
+    def _add_note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
 
-def _order_entries(step: StepEntries, agreed: Alignment) -> list[Entry]:
+def _order_entries(step: StepEntries, alignment: Alignment) -> list[Entry]:
     """Return entries in program order; gradients follow their module's cotangents, slots precede parameters."""
     entries = list(step.values())
     forward = [entry for entry in entries if entry.stage == "forward"]
     place: dict[str, float] = {}
     for number, entry in enumerate(forward):
         place.setdefault(entry.module.partition("#")[0], number)
-    place |= hidden_modules.recurrent_cell_positions(agreed, place)
+    place |= hidden_modules.recurrent_cell_positions(alignment, place)
     back = [entry for entry in entries if entry.stage == "backward"]
     order = {id(entry): number for number, entry in enumerate(back)}
 
@@ -390,10 +407,10 @@ def _order_entries(step: StepEntries, agreed: Alignment) -> list[Entry]:
         module = entry.module.partition("#")[0]
         return (-place.get(module, -1), int(entry.what == "gradient"), order[id(entry)])
 
-    rest = [entry for entry in entries if entry.stage == "step"]
+    metrics = [entry for entry in entries if entry.stage == "step"]
     update = [entry for entry in entries if entry.stage == "update"]
-    kept = [entry for entry in update if entry.what not in ("parameter", "statistic")]
-    return [*forward, *sorted(back, key=backward), *rest, *kept, *(e for e in update if e not in kept)]
+    slots = [entry for entry in update if entry.what not in ("parameter", "statistic")]
+    return [*forward, *sorted(back, key=backward), *metrics, *slots, *(e for e in update if e not in slots)]
 
 
 def _is_downstream_of_output(entry: Entry) -> bool:
@@ -413,24 +430,6 @@ def _has_overflow(ours: StepEntries, theirs: StepEntries) -> bool:
         [e.number for e in step.values() if e.what == "grad_norm" and e.number is not None] for step in (ours, theirs)
     ]
     return all(found) and not any(math.isfinite(number) for each in found for number in each)
-
-
-def _is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry | None]) -> bool:
-    """Return whether a gradient is rounding alone on both sides, as their float32 runs show. Example: the bias of a
-    convolution before a batch normalization, whose terms add up to 0."""
-    return all(
-        each is not None
-        and each.sketch is not None
-        and side.sketch is not None
-        and each.sketch.norm <= _ROUNDING_GRADIENT_SHARE * side.sketch.norm
-        for side, each in zip(sides, wide, strict=True)
-    )
-
-
-def _has_equal_layout(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes are equal up to axes of length 1, or one is a flattened form of the other."""
-    some, others = ([length for length in shape if length != 1] for shape in (one, other))
-    return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))
 
 
 def _comparison_row(phase: str, found: EntryComparison) -> ComparisonRow:

@@ -33,9 +33,6 @@ class Lazy:
     __slots__ = ("_read", "dtype", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, read: Callable[[], Array]) -> None:
-        self.shape = tuple(int(length) for length in shape)
-        import numpy as np
-
         self.shape = tuple(map(int, shape))
         self.dtype = np.dtype(dtype)
         self._read = read

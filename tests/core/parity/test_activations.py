@@ -29,7 +29,7 @@ def comparison(ours: list[Entry], theirs: list[Entry], agreed: Alignment) -> Any
 
 
 def agreed(**between: dict[str, str]) -> Alignment:
-    return Alignment(modules={"fc": "fc", "head": "head"}, kinds={"fc": "dense", "head": "dense"}, **between)  # type: ignore[arg-type]
+    return Alignment(modules={"fc": "fc", "head": "head"}, layer_kinds={"fc": "dense", "head": "dense"}, **between)  # type: ignore[arg-type]
 
 
 def outputs(found: Any) -> list[tuple[str, str, bool]]:
@@ -43,40 +43,42 @@ OURS = [entry("output", PLAIN), entry("output, relu", ACTIVE), HEAD]
 
 def test_s31_an_output_is_compared_behind_the_activation_that_the_partner_has_inside() -> None:
     """One row for the layer. The output before it has no partner, and is none of the other's output."""
-    found = comparison(OURS, [entry("output", ACTIVE), HEAD], agreed(behind={"fc": "relu"}))
+    found = comparison(OURS, [entry("output", ACTIVE), HEAD], agreed(activations_after_first={"fc": "relu"}))
     assert outputs(found) == [("fc", "output, relu", False), ("head", "output", False)]
     assert found.first is None
 
 
 def test_s31_a_difference_is_found_behind_the_activation() -> None:
-    found = comparison(OURS, [entry("output", [0.0, 2.5]), HEAD], agreed(behind={"fc": "relu"}))
+    found = comparison(OURS, [entry("output", [0.0, 2.5]), HEAD], agreed(activations_after_first={"fc": "relu"}))
     assert outputs(found)[0] == ("fc", "output, relu", True)
     assert (found.first.module, found.first.stage) == ("fc", "forward")
 
 
 def test_s31_a_layer_that_shows_its_output_before_its_own_activation_agrees_too() -> None:
     """Some layers have an activation and show what they gave before it: the row is that of the plain outputs."""
-    found = comparison(OURS, [entry("output", PLAIN), HEAD], agreed(behind={"fc": "relu"}))
+    found = comparison(OURS, [entry("output", PLAIN), HEAD], agreed(activations_after_first={"fc": "relu"}))
     assert outputs(found) == [("fc", "output", False), ("head", "output", False)]
 
 
 def test_s31_where_the_activation_changes_nothing_the_row_is_still_that_behind_it() -> None:
     ours = [entry("output", ACTIVE), entry("output, relu", ACTIVE), HEAD]
-    found = comparison(ours, [entry("output", ACTIVE), HEAD], agreed(behind={"fc": "relu"}))
+    found = comparison(ours, [entry("output", ACTIVE), HEAD], agreed(activations_after_first={"fc": "relu"}))
     assert outputs(found)[0] == ("fc", "output, relu", False)
 
 
 def test_s31_small_outputs_that_agree_neither_before_nor_behind_the_activation_differ() -> None:
     small = np.float32(1e-6)
     ours = [entry("output", small * PLAIN), entry("output, relu", small * ACTIVE), HEAD]
-    found = comparison(ours, [entry("output", small * np.float32([-1.1, 2.2])), HEAD], agreed(behind={"fc": "relu"}))
+    found = comparison(
+        ours, [entry("output", small * np.float32([-1.1, 2.2])), HEAD], agreed(activations_after_first={"fc": "relu"})
+    )
     assert outputs(found)[0] == ("fc", "output, relu", True)
 
 
 @pytest.mark.parametrize("ours", [PLAIN, ACTIVE])
 def test_s31_where_the_first_side_has_the_activation_inside_the_second_is_shown_behind_it(ours: Any) -> None:
     theirs = [entry(BEFORE_ACTIVATION, PLAIN), entry("output", ACTIVE), HEAD]
-    found = comparison([entry("output", ours), HEAD], theirs, agreed(applied={"fc": "relu"}))
+    found = comparison([entry("output", ours), HEAD], theirs, agreed(activations_after_second={"fc": "relu"}))
     assert outputs(found) == [("fc", "output", False), ("head", "output", False)]
-    wrong = comparison([entry("output", [0.5, 3.0]), HEAD], theirs, agreed(applied={"fc": "relu"}))
+    wrong = comparison([entry("output", [0.5, 3.0]), HEAD], theirs, agreed(activations_after_second={"fc": "relu"}))
     assert (outputs(wrong)[0], wrong.first.module) == (("fc", "output", True), "fc")

@@ -38,20 +38,20 @@ def of(one: Inventory, other: Inventory) -> Alignment:
 
 def test_each_side_is_seen_behind_its_own_activation() -> None:
     found = of(beside(sketch(MODEL), "gelu_tanh"), with_activation(sketch(MODEL), "gelu"))
-    assert found.behind == {"fc": "gelu_tanh"}
-    assert found.applied == {}
-    assert found.differs["fc"] == ["fc: activation is 'gelu', in the source (act) 'gelu_tanh'"]
-    assert found.structure["fc"] == ["activation"]
+    assert found.activations_after_first == {"fc": "gelu_tanh"}
+    assert found.activations_after_second == {}
+    assert found.differences["fc"] == ["fc: activation is 'gelu', in the source (act) 'gelu_tanh'"]
+    assert found.differing_attributes["fc"] == ["activation"]
     found = of(with_activation(sketch(MODEL), "gelu"), beside(sketch(MODEL), "gelu_tanh"))
-    assert found.behind == {}
-    assert found.applied == {"fc": "gelu_tanh"}
-    assert found.differs["fc"] == ["act: activation is 'gelu_tanh', in the source (fc) 'gelu'"]
+    assert found.activations_after_first == {}
+    assert found.activations_after_second == {"fc": "gelu_tanh"}
+    assert found.differences["fc"] == ["act: activation is 'gelu_tanh', in the source (fc) 'gelu'"]
 
 
 def test_one_activation_is_no_difference() -> None:
     found = of(beside(sketch(MODEL), "gelu"), with_activation(sketch(MODEL), "gelu"))
-    assert found.behind == {"fc": "gelu"}
-    assert found.differs == {}
+    assert found.activations_after_first == {"fc": "gelu"}
+    assert found.differences == {}
 
 
 def test_a_model_that_does_not_take_the_batch() -> None:

@@ -41,10 +41,10 @@ class Model:
 def test_a_function_is_named_by_its_module_and_found_again() -> None:
     found = make_function_ref(parity_sides.plain, "build")
     assert found == FunctionRef(module="parity_sides", name="plain", file=str(Path(parity_sides.__file__).resolve()))
-    assert found.found() is parity_sides.plain
-    assert make_function_ref(here, "build").found() is here
-    assert make_function_ref(Model.made, "build").found()() == 9
-    assert make_function_ref(Model, "build").found() is Model
+    assert found.load() is parity_sides.plain
+    assert make_function_ref(here, "build").load() is here
+    assert make_function_ref(Model.made, "build").load()() == 9
+    assert make_function_ref(Model, "build").load() is Model
 
 
 def test_what_no_other_process_can_import_is_refused_with_what_to_do() -> None:
@@ -86,7 +86,7 @@ def test_a_file_is_imported_by_its_name_only_where_that_leads_to_it(
         assert load_module_file("my_models", first / "my_models.py") is sys.modules["my_models"]
         missing = FunctionRef(module="my_models", name="make.it", file=str(first / "my_models.py"))
         with pytest.raises(ArgumentError, match=r"my_models.py has no make.it where it is imported: is it made under"):
-            missing.found()
+            missing.load()
     finally:
         sys.modules.pop("my_models", None)
 
@@ -118,7 +118,7 @@ def test_a_batch_comes_back_as_it_was(tmp_path: Path) -> None:
     assert back["z"].target[1].shape == ()
     back["x"][0][:] = 0.0
     assert load_batch(tmp_path / "data.bin", kept)["x"][0][1, 2] == 9.0
-    place = kept.inside[1].inside[0].place
+    place = kept.children[1].children[0].place
     assert place is not None
     assert memory_map(tmp_path / "data.bin", place).tolist() == half.tolist()
 

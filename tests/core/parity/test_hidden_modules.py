@@ -26,7 +26,7 @@ def _compared(ours: list[Entry], theirs: list[Entry], agreed: Alignment) -> Any:
 
 
 def test_gradient_that_one_side_lacks_is_named_at_its_layer() -> None:
-    agreed = Alignment(modules={"fc": "fc"}, kinds={"fc": "dense"})
+    agreed = Alignment(modules={"fc": "fc"}, layer_kinds={"fc": "dense"})
     output = _entry("forward", "fc", "output", [1.0, 2.0])
 
     first = _compared([output, _entry("backward", "fc", "gradient", [0.5, 1.0], "kernel")], [output], agreed)
@@ -43,7 +43,7 @@ def test_gradient_that_one_side_lacks_is_named_at_its_layer() -> None:
 
 
 def test_gradient_of_zeros_is_as_none() -> None:
-    agreed = Alignment(modules={"fc": "fc"}, kinds={"fc": "dense"})
+    agreed = Alignment(modules={"fc": "fc"}, layer_kinds={"fc": "dense"})
     output = _entry("forward", "fc", "output", [1.0, 2.0])
 
     assert _compared([output, _entry("backward", "fc", "gradient", [0.0, 0.0])], [output], agreed) is None
@@ -51,7 +51,7 @@ def test_gradient_of_zeros_is_as_none() -> None:
 
 def test_difference_behind_cells_that_show_nothing_is_named_at_the_first_of_them() -> None:
     kinds = {"words": "embedding", "stack/0": "lstm", "stack/1": "lstm", "head": "dense"}
-    agreed = Alignment(modules=dict.fromkeys(kinds, ""), kinds=kinds)
+    agreed = Alignment(modules=dict.fromkeys(kinds, ""), layer_kinds=kinds)
     words = _entry("forward", "words", "output", [1.0, 2.0])
 
     first = _compared(
@@ -69,7 +69,7 @@ def test_difference_behind_cells_that_show_nothing_is_named_at_the_first_of_them
 
 def test_hidden_cells_are_those_between() -> None:
     kinds = {"a": "embedding", "b/0": "lstm", "c": "dense", "d/0": "lstm", "d/10": "lstm", "d/9": "lstm", "e": "dense"}
-    agreed = Alignment(modules={}, kinds=kinds)
+    agreed = Alignment(modules={}, layer_kinds=kinds)
 
     assert hidden_recurrent_cells(agreed, ["a", "c", "e"], "a", "c") == ["b/0"]
     assert hidden_recurrent_cells(agreed, ["a", "e"], "c", "e") == ["d/0", "d/10", "d/9"]

@@ -32,9 +32,9 @@ def watch(model: MLP, recipe: Recipe, loss: Any = loss_fn) -> tuple[Any, list[tu
     backend = registry.get("reference")
     assert isinstance(backend, HasObserver)
     seen: list[tuple[str, str, Any, str]] = []
-    with backend.observer.working(model) as mine, backend.observer.still(mine, None):
+    with backend.observer.model_copy(model) as mine, backend.observer.disable_dropout(mine, None):
         state = polyamp.init(mine, recipe)
-        found = backend.observer.watch(state, loss, X, lambda *each: seen.append(each))
+        found = backend.observer.capture_pass(state, loss, X, lambda *each: seen.append(each))
         return state, seen, found
 
 
@@ -56,7 +56,7 @@ def test_every_module_shows_its_output_and_then_its_cotangent() -> None:
     assert found.loss == pytest.approx(float(np.mean(np.square(out))), rel=1e-6)
     np.testing.assert_allclose(arrays["", "cotangent"], 2 * out / out.size, rtol=1e-5)
     np.testing.assert_allclose(found.gradients["dense1/bias"], arrays["dense1", "cotangent"].sum(0), rtol=1e-5)
-    assert found.unseen == ""
+    assert found.hidden_reason == ""
 
 
 def test_under_float16_dtypes_are_told_and_cotangents_are_unscaled() -> None:
@@ -91,7 +91,7 @@ def test_a_second_call_has_a_number_and_a_pass_leaves_nothing_behind() -> None:
 
 def test_what_it_cannot_watch_is_refused() -> None:
     observer = registry.get("reference").observer  # type: ignore[attr-defined]  # it is an `HasObserver`
-    with pytest.raises(polyamp.UnsupportedError, match="no float64"), observer.working(normalized(), wide=True):
+    with pytest.raises(polyamp.UnsupportedError, match="no float64"), observer.model_copy(normalized(), wide=True):
         pass
-    with pytest.raises(polyamp.ModelError, match=r"class MLP\. Received: a list of 1"), observer.working([1]):
+    with pytest.raises(polyamp.ModelError, match=r"class MLP\. Received: a list of 1"), observer.model_copy([1]):
         pass

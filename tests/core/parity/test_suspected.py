@@ -32,7 +32,7 @@ def run(output: float, cotangent: float, loss: float) -> PhaseTrace:
 
 def of(other: PhaseTrace) -> Comparison:
     phase = Phase(name=FLOAT32)
-    agreed = Alignment(modules={"": "", "fc": "fc"}, kinds={"fc": "dense"})
+    agreed = Alignment(modules={"": "", "fc": "fc"}, layer_kinds={"fc": "dense"})
     return compare_traces(("a", "b"), [(phase, run(1.0, 1.0, 0.5), other)], agreed, (None, None))
 
 

@@ -29,7 +29,7 @@ def test_float32_allows_the_sum_of_own_distances_and_a_policy_the_smaller() -> N
     assert PhaseTolerance(SINGLE, True, True).allowed((1e-5, 3e-5), 1, 1.0) == FACTOR * 4e-5
     assert PhaseTolerance(SINGLE, True, True).allowed((1e-5, None), 1, 1.0) == FACTOR * 2e-5
     assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0) == FACTOR * 0.1
-    assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0, alone=False) == FACTOR * 0.3
+    assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0, same_inputs=False) == FACTOR * 0.3
 
 
 def test_without_a_judge_arithmetic_counts_sums() -> None:
@@ -82,9 +82,9 @@ def test_float64_runs_tell_what_float32_hides() -> None:
 
 
 def _judged(ours: list[Entry], theirs: list[Entry]) -> Any:
-    agreed = Alignment(modules={"fc": "fc", "": ""}, kinds={"fc": "dense"})
+    agreed = Alignment(modules={"fc": "fc", "": ""}, layer_kinds={"fc": "dense"})
     trace = Trace(side="", phase=FLOAT32)
-    runs = [(Phase(name=FLOAT32, shown=FLOAT32), PhaseTrace(trace, lambda: ours), PhaseTrace(trace, lambda: theirs))]
+    runs = [(Phase(name=FLOAT32, title=FLOAT32), PhaseTrace(trace, lambda: ours), PhaseTrace(trace, lambda: theirs))]
     return compare_traces(("one", "two"), runs, agreed, (None, None))
 
 
@@ -96,9 +96,9 @@ def test_outputs_that_the_losses_take_in_two_ways_are_a_note() -> None:
             _entry(1, "backward", "fc", "gradient", gradient, "kernel"),
         ]
 
-    alike = _judged(side([1.0, 2.0], [1.0, 1.0]), side([-1.3, -0.3], [1.0, 1.0]))
+    same_policy = _judged(side([1.0, 2.0], [1.0, 1.0]), side([-1.3, -0.3], [1.0, 1.0]))
     apart = _judged(side([1.0, 2.0], [1.0, 1.0]), side([-1.3, -0.3], [1.0, 1.5]))
 
-    assert alike.first is None
-    assert "the models' outputs differ, and neither the losses nor any gradient" in alike.notes[-1]
+    assert same_policy.first is None
+    assert "the models' outputs differ, and neither the losses nor any gradient" in same_policy.notes[-1]
     assert (apart.first.stage, apart.first.module, apart.first.what) == ("forward", "", "output")

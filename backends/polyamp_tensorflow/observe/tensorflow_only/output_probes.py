@@ -34,13 +34,13 @@ class OutputProbes:
     """Probes on the layers' outputs during one pass.
 
     Args:
-        see: called with the arrays.
+        on_capture: called with the arrays.
         scale: the loss scale, by which cotangents are divided.
         operations: records the operations by layer.
     """
 
-    def __init__(self, see: ReplicaCallback, scale: float, operations: OpDtypeRecorder) -> None:
-        self._see, self._scale, self._operations = see, scale, operations
+    def __init__(self, on_capture: ReplicaCallback, scale: float, operations: OpDtypeRecorder) -> None:
+        self._see, self._scale, self._operations = on_capture, scale, operations
         self._calls: Counter[tuple[int, str]] = Counter()
         self._forward: set[int] = set()  # the replicas that are in loss_fn
 

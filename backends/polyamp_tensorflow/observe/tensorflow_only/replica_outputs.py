@@ -19,16 +19,16 @@ class ReplicaOutputs:
     Each replica has a part of the batch, and its loss is the mean over its own part.
 
     Args:
-        see: called with the merged arrays.
+        on_capture: called with the merged arrays.
         replicas: number of replicas in this process.
         rows: rows of the batch per replica.
     """
 
-    def __init__(self, see: CaptureCallback, replicas: int, rows: int) -> None:
-        self._see, self._replicas, self._rows = see, replicas, rows
+    def __init__(self, on_capture: CaptureCallback, replicas: int, rows: int) -> None:
+        self._see, self._replicas, self._rows = on_capture, replicas, rows
         self._waiting: dict[tuple[str, CaptureKind], tuple[str, dict[int, Array]]] = {}
 
-    def see(self, replica: int, path: str, what: CaptureKind, array: Array, dtype: str) -> None:
+    def on_capture(self, replica: int, path: str, what: CaptureKind, array: Array, dtype: str) -> None:
         """Add the array of a replica."""
         if self._replicas == 1:
             self._see(path, what, array, dtype)

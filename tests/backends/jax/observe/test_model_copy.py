@@ -26,7 +26,7 @@ def test_a_wide_model_computes_and_trains_the_same_with_more_digits(
     made, seen = make_kind(kind, norm=True), {}
     for wide in (False, True):
         seen[wide] = arrays = {}
-        with backend.observer.working(made.model, wide=wide) as model, backend.observer.still(model, None):
+        with backend.observer.model_copy(made.model, wide=wide) as model, backend.observer.disable_dropout(model, None):
             rule = recipe(WIDE if wide else "float32", optimizer=polyamp.sgd(0.1, momentum=0.9), clip_norm=1.0)
             state = polyamp.init(model, rule, **made.options)
 
@@ -34,7 +34,7 @@ def test_a_wide_model_computes_and_trains_the_same_with_more_digits(
                 assert dtype == {"True": "float64", "False": "float32"}[name]
                 to[path, what] = array
 
-            found = backend.observer.watch(state, mean_squared, batch(), see)
+            found = backend.observer.capture_pass(state, mean_squared, batch(), see)
             arrays |= {(name, "gradient"): gradient for name, gradient in found.gradients.items()}
             state, _ = polyamp.train_step(mean_squared, rule)(state, batch())
             arrays |= {
@@ -66,17 +66,17 @@ def test_layers_that_say_float32_compute_in_float64(backend: Any) -> None:
     module, own = Linen(), Nnx(nnx.Rngs(0))
     for model in ((module, module.init(jax.random.key(0), x)), own):
         dtypes = set()
-        with backend.observer.working(model, wide=True) as wide:
+        with backend.observer.model_copy(model, wide=True) as wide:
             state = polyamp.init(wide, polyamp.Recipe(policy=WIDE, optimizer=polyamp.sgd(0.1)))
             loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
-            backend.observer.watch(state, loss, x, lambda _, __, ___, dtype, to=dtypes: to.add(dtype))
+            backend.observer.capture_pass(state, loss, x, lambda _, __, ___, dtype, to=dtypes: to.add(dtype))
         assert dtypes == {"float64"}
     assert (own.norm.dtype, own.dense.kernel.dtype) == (jnp.bfloat16, np.float32)
 
 
 def test_an_nnx_model_is_not_changed(backend: Any) -> None:
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    with backend.observer.working(model) as own:
+    with backend.observer.model_copy(model) as own:
         assert own is not model
         own(np.arange(6, dtype=np.float32).reshape(2, 3))
         own.eval()
@@ -89,11 +89,11 @@ def test_in_inference_statistics_are_used_and_nothing_is_dropped(kind: str, back
     made = make_kind(kind, norm=True, dropout=kind != "haiku")
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     seen: dict[tuple[str, str], Any] = {}
-    with backend.observer.working(made.model, inference=True) as model:
+    with backend.observer.model_copy(made.model, inference=True) as model:
         state = polyamp.init(model, polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.0)), **made.options)
         step = polyamp.train_step(lambda model, x: jnp.mean(model(x) ** 2), state.recipe)
         state, first = step(state, x)
-        backend.observer.watch(
+        backend.observer.capture_pass(
             state, lambda model, x: jnp.mean(model(x)), x, lambda *see: seen.update({see[:2]: see[2]})
         )
         assert float(step(state, x)[1].loss) == float(first.loss)

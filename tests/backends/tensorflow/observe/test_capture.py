@@ -66,8 +66,8 @@ def same(before: dict[str, Array], after: dict[str, Array]) -> None:
 
 def test_aux_beside_the_loss_changes_nothing() -> None:
     plain, seen = Seen(), Seen()
-    expected = BACKEND.observer.watch(state_of(network()), loss_of, (X, Y), plain)
-    found = BACKEND.observer.watch(
+    expected = BACKEND.observer.capture_pass(state_of(network()), loss_of, (X, Y), plain)
+    found = BACKEND.observer.capture_pass(
         state_of(network()), lambda m, batch: (loss_of(m, batch), {"rows": 8.0}), (X, Y), seen
     )
     assert found.loss == expected.loss
@@ -76,8 +76,8 @@ def test_aux_beside_the_loss_changes_nothing() -> None:
 
 def test_outputs_cotangents_and_gradients_are_those_of_a_tape() -> None:
     model, seen = network(), Seen()
-    with OBSERVER.still(model, None):
-        found = BACKEND.observer.watch(state_of(model), loss_of, (X, Y), seen)
+    with OBSERVER.disable_dropout(model, None):
+        found = BACKEND.observer.capture_pass(state_of(model), loss_of, (X, Y), seen)
     inner = ["first", "norm", "act", "drop", "head", ""]
     forward = [(path, what) for path in inner for what in ("input", "output") if (path, what) != ("", "input")]
     assert seen.order == forward + [(path, "cotangent") for path in inner[::-1]]
@@ -95,7 +95,7 @@ def test_outputs_cotangents_and_gradients_are_those_of_a_tape() -> None:
         loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.constant(Y), value))
     gradients = tape.gradient(loss, {"weights": weights, "outputs": outputs})
     np.testing.assert_allclose(found.loss, loss, rtol=1e-6)
-    assert found.unseen == ""
+    assert found.hidden_reason == ""
     assert list(found.gradients) == list(weights)
     for name, gradient in found.gradients.items():
         np.testing.assert_allclose(gradient, gradients["weights"][name], rtol=1e-5, atol=1e-7)
@@ -107,10 +107,10 @@ def test_outputs_cotangents_and_gradients_are_those_of_a_tape() -> None:
 
 def test_the_loss_scale_is_not_in_cotangents_and_dtypes_are_those_of_the_policy() -> None:
     model, wide, narrow = network(), Seen(), Seen()
-    with OBSERVER.still(model, None):
-        OBSERVER.watch(state_of(model), loss_of, (X, Y), wide)
+    with OBSERVER.disable_dropout(model, None):
+        OBSERVER.capture_pass(state_of(model), loss_of, (X, Y), wide)
         scaler = polyamp.LossScaler(init_scale=1024.0)
-        found = OBSERVER.watch(state_of(model, "mixed_float16", scaler=scaler), loss_of, (X, Y), narrow)
+        found = OBSERVER.capture_pass(state_of(model, "mixed_float16", scaler=scaler), loss_of, (X, Y), narrow)
     outputs = [narrow.dtypes[name, "output"] for name in ("first", "norm", "act", "")]
     assert outputs == ["float16", "float32", "float16", "float16"]
     assert narrow.dtypes["first", "cotangent"] == "float16"
@@ -127,10 +127,10 @@ def test_nothing_is_left_behind(policy: str) -> None:
     state = state_of(model, policy)
     before, attributes = everything(model), {layer.name: dict(vars(layer)) for layer in model.layers}
     first, second = Seen(), Seen()
-    OBSERVER.watch(state, loss_of, (X, Y), first)
+    OBSERVER.capture_pass(state, loss_of, (X, Y), first)
     same(before, everything(model))
     assert attributes == {layer.name: dict(vars(layer)) for layer in model.layers}
-    OBSERVER.watch(state, loss_of, (X, Y), second)  # the same mask again
+    OBSERVER.capture_pass(state, loss_of, (X, Y), second)  # the same mask again
     for key, array in first.arrays.items():
         np.testing.assert_array_equal(second.arrays[key], array)
     assert not tf.config.functions_run_eagerly()

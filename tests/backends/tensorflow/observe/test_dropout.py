@@ -49,7 +49,7 @@ def called(layer: Any, **options: Any) -> Array:
 def test_without_draws_inputs_are_passed_on(kind: str) -> None:
     layer = DROPPING[kind]()
     plain = called(layer, training=False)
-    with OBSERVER.still(layer, None):
+    with OBSERVER.disable_dropout(layer, None):
         np.testing.assert_array_equal(called(layer, training=True), plain)
     assert (called(layer, training=True) != plain).any()
     assert "call" not in vars(layer)
@@ -60,7 +60,7 @@ def test_a_mask_is_what_is_at_least_the_rate(kind: str, asked: tuple[int, ...]) 
     layer = DROPPING[kind]()
     called(layer)
     shapes: list[tuple[int, ...]] = []
-    with OBSERVER.still(layer, draws_from(1, shapes)):
+    with OBSERVER.disable_dropout(layer, draws_from(1, shapes)):
         given = called(layer, training=True)
     mask = np.random.default_rng(1).random(asked, np.float32) >= 0.5
     np.testing.assert_array_equal(given, X * mask * 2)
@@ -70,7 +70,7 @@ def test_a_mask_is_what_is_at_least_the_rate(kind: str, asked: tuple[int, ...]) 
 def test_functions_of_keras_and_tensorflow_take_the_draws_in_their_order() -> None:
     shapes: list[tuple[int, ...]] = []
     ones = tf.ones((2, 3), tf.bfloat16)
-    with OBSERVER.still(layers.Dropout(0.5), draws_from(1, shapes)):
+    with OBSERVER.disable_dropout(layers.Dropout(0.5), draws_from(1, shapes)):
         found = [
             tf.nn.dropout(ones, 0.25),
             keras.random.dropout(ones, 0.25),
@@ -95,7 +95,7 @@ def test_functions_of_keras_and_tensorflow_take_the_draws_in_their_order() -> No
 
 
 def test_numbers_of_other_distributions_are_refused() -> None:
-    with OBSERVER.still(layers.Dropout(0.5), draws_from(1, [])):
+    with OBSERVER.disable_dropout(layers.Dropout(0.5), draws_from(1, [])):
         with pytest.raises(polyamp.UnsupportedError, match="stateless_random_gamma"):
             keras.random.gamma((2,), 1.0)
 
@@ -131,11 +131,11 @@ def test_it_acts_in_a_traced_step_and_in_functions_that_were_traced_before() -> 
     plain = float(mean_square(model, X))
     state = polyamp.init(model, polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.0)))
     step = polyamp.train_step(mean_square, state.recipe)
-    with OBSERVER.still(model, None):
+    with OBSERVER.disable_dropout(model, None):
         np.testing.assert_allclose(step(state, X)[1].loss, plain, rtol=1e-2)
     dropped = X * (np.random.default_rng(1).random(X.shape, np.float32) >= 0.5) * 2
     shapes: list[tuple[int, ...]] = []
-    with OBSERVER.still(model, draws_from(1, shapes)):
+    with OBSERVER.disable_dropout(model, draws_from(1, shapes)):
         again = polyamp.train_step(mean_square, state.recipe)
         losses = [float(again(state, X)[1].loss) for _ in range(2)]
     np.testing.assert_allclose(losses, [float(mean_square(model, dropped))] * 2, rtol=1e-2)

@@ -36,8 +36,8 @@ class Seen(dict[tuple[str, str], Array]):
 def watched(model: Any, loss_fn: Any, batch: Any = X, policy: Any = "float32", draws: Any = None) -> tuple[Any, Seen]:
     seen = Seen()
     state = polyamp.init(model, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)))
-    with OBSERVER.still(model, draws):
-        return OBSERVER.watch(state, loss_fn, batch, seen), seen
+    with OBSERVER.disable_dropout(model, draws):
+        return OBSERVER.capture_pass(state, loss_fn, batch, seen), seen
 
 
 def mean_square(model: Any, batch: Any) -> Any:
@@ -140,8 +140,8 @@ def test_a_module_shows_its_own_output() -> None:
     assert list(seen) == [("", "output"), ("", "cotangent")]
     np.testing.assert_allclose(seen["", "output"], X[:, :3], rtol=1e-2)
     np.testing.assert_allclose(found.gradients["w"], np.repeat(X.sum(0)[:, None], 3, 1) / 24, atol=1e-2)
-    assert found.unseen == "Linear is no Keras layer, so its parts are not seen."
-    with pytest.raises(polyamp.UnsupportedError, match="in float64 where"), OBSERVER.working(model, wide=True):
+    assert found.hidden_reason == "Linear is no Keras layer, so its parts are not seen."
+    with pytest.raises(polyamp.UnsupportedError, match="in float64 where"), OBSERVER.model_copy(model, wide=True):
         pass
 
 
@@ -165,7 +165,7 @@ def test_in_float64_everything_is_and_afterwards_as_before() -> None:
     model = keras.Model(given, layers.Dense(2, name="head")(inner(hidden) * 2.0))
     held = [(variable.value, to_numpy(variable)) for variable in model.variables]
     narrow, seen = watched(model, mean_square)
-    with OBSERVER.working(model, wide=True) as lent:
+    with OBSERVER.model_copy(model, wide=True) as lent:
         wide, seen_wide = watched(lent, mean_square, policy=FLOAT64)
         state = polyamp.init(lent, polyamp.Recipe(policy=FLOAT64, optimizer=polyamp.adam(0.1)))
         polyamp.train_step(mean_square, state.recipe, compile=False)(state, X)
@@ -190,7 +190,7 @@ def test_in_float64_everything_is_and_afterwards_as_before() -> None:
 def test_a_loss_that_float64_does_not_go_through_says_so() -> None:
     model = two_layers()
     match = "in float64 the model or loss_fn fails"
-    with pytest.raises(polyamp.UnsupportedError, match=match), OBSERVER.working(model, wide=True) as lent:
+    with pytest.raises(polyamp.UnsupportedError, match=match), OBSERVER.model_copy(model, wide=True) as lent:
         watched(lent, lambda model, batch: tf.reduce_mean(model(batch) * tf.constant(2.0)), policy=FLOAT64)
 
 
@@ -203,15 +203,17 @@ def test_replicas_show_what_one_device_shows(two_cpus: Any) -> None:
     with two_cpus.scope():
         model = two_layers()
     before = {name: to_numpy(variable) for name, variable in model_variables(model).parameters.items()}
-    with OBSERVER.working(model) as lent:
+    with OBSERVER.model_copy(model) as lent:
         two, seen_two = watched(lent, mean_square, draws=draws())
         state = polyamp.init(lent, polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
         assert state.strategy is two_cpus
         state.optimizer.learning_rate = 0.1
         state.variables.parameters["head/bias"].assign(np.ones(3))
-    with OBSERVER.working(model, inference=True) as lent:
+    with OBSERVER.model_copy(model, inference=True) as lent:
         seen_again = Seen()
-        OBSERVER.watch(polyamp.init(lent, polyamp.Recipe(optimizer=polyamp.sgd(0.1))), mean_square, X, seen_again)
+        OBSERVER.capture_pass(
+            polyamp.init(lent, polyamp.Recipe(optimizer=polyamp.sgd(0.1))), mean_square, X, seen_again
+        )
     np.testing.assert_array_equal(seen_again["drop", "output"], seen_again["drop", "input"])
     np.testing.assert_allclose(two.loss, one.loss, rtol=1e-6)
     assert list(seen_two) == list(seen_one)

@@ -45,7 +45,7 @@ def test_a_lent_model_is_as_before(error: type[BaseException] | None) -> None:
     model = network()
     train(model)
     before, attributes = everything(model), {layer.name: dict(vars(layer)) for layer in model.layers}
-    with pytest.raises(error) if error else OBSERVER.still(model, None), OBSERVER.working(model) as lent:
+    with pytest.raises(error) if error else OBSERVER.disable_dropout(model, None), OBSERVER.model_copy(model) as lent:
         assert lent is model
         train(lent)
         lent.get_layer("head").trainable = False
@@ -66,6 +66,6 @@ def test_a_lent_model_is_as_before(error: type[BaseException] | None) -> None:
 def test_a_model_without_variables_is_not_lent() -> None:
     with (
         pytest.raises(polyamp.ModelError, match="must be built"),
-        OBSERVER.working(keras.Sequential([layers.Dense(2)])),
+        OBSERVER.model_copy(keras.Sequential([layers.Dense(2)])),
     ):
         pass

@@ -33,7 +33,7 @@ def batch(rows: int = 8, inputs: int = 4, outputs: int = 3) -> tuple[Any, Any]:
 def watched(model: nn.Module, policy: str = "float32", loss: Any = loss_fn, data: Any = None) -> tuple[Seen, Any]:
     state = polyamp.init(model, recipe(policy))
     seen: Seen = []
-    result = OBSERVER.watch(state, loss, batch() if data is None else data, lambda *each: seen.append(each))
+    result = OBSERVER.capture_pass(state, loss, batch() if data is None else data, lambda *each: seen.append(each))
     return seen, result
 
 

@@ -55,25 +55,28 @@ def test_a_copy_is_compiled_and_its_hooks_stay_outside(how: str) -> None:
     torch.compiler.reset()
     backend = Counting()
     model = compiled(how, backend)
-    with OBSERVER.working(model) as twin, OBSERVER.still(twin, None):
+    with OBSERVER.model_copy(model) as twin, OBSERVER.disable_dropout(twin, None):
         assert type(twin) is type(model)
         assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in model.parameters())
         state = polyamp.init(twin, RECIPE)
         seen: dict[tuple[str, str], Any] = {}
-        watched = OBSERVER.watch(state, loss_fn, X, lambda *each: seen.update({each[:2]: each[2]}))
+        watched = OBSERVER.capture_pass(state, loss_fn, X, lambda *each: seen.update({each[:2]: each[2]}))
         graphs = backend.graphs
         _, result = polyamp.train_step(loss_fn, RECIPE)(state, X)
         if how != "in place":  # there torch compiles polyamp's own frames too, as many as it comes by
             assert (graphs, backend.graphs) == (1, 1)  # what was watched is what trains
     named = "'0'" if how == "a part" else "the model"
-    assert watched.unseen == f"torch.compile made one function of {named}, whose inner modules do not run one by one"
+    assert (
+        watched.hidden_reason
+        == f"torch.compile made one function of {named}, whose inner modules do not run one by one"
+    )
     assert watched.operations == ()
     own = {"", "0", "1", "2"} if how == "a part" else {""}
     assert {path for path, _ in seen} == own
     eager = plain()
-    with OBSERVER.still(eager, None):
+    with OBSERVER.disable_dropout(eager, None):
         expected: dict[tuple[str, str], Any] = {}
-        known = OBSERVER.watch(
+        known = OBSERVER.capture_pass(
             polyamp.init(eager, RECIPE), loss_fn, X, lambda *each: expected.update({each[:2]: each[2]})
         )
     assert all(np.array_equal(array, expected[key]) for key, array in seen.items())
@@ -81,7 +84,7 @@ def test_a_copy_is_compiled_and_its_hooks_stay_outside(how: str) -> None:
     for (name, ours), theirs in zip(watched.gradients.items(), known.gradients.values(), strict=True):
         assert np.array_equal(ours, theirs), name  # type: ignore[arg-type]
     with pytest.raises(polyamp.UnsupportedError, match=r"draws: what torch\.compile made"), \
-         OBSERVER.still(model, lambda shape: np.zeros(shape, "f4")):  # fmt: skip
+         OBSERVER.disable_dropout(model, lambda shape: np.zeros(shape, "f4")):  # fmt: skip
         pass
 
 
@@ -90,7 +93,7 @@ def test_a_compiled_loss_is_run_without_hooks() -> None:
     backend = Counting()
     seen: list[Any] = []
     state = polyamp.init(plain().eval(), RECIPE)
-    watched = OBSERVER.watch(state, torch.compile(loss_fn, backend=backend), X, lambda *each: seen.append(each))
+    watched = OBSERVER.capture_pass(state, torch.compile(loss_fn, backend=backend), X, lambda *each: seen.append(each))
     assert seen == []
-    assert watched.unseen == "torch.compile made one function of loss_fn, in which no module runs by itself"
+    assert watched.hidden_reason == "torch.compile made one function of loss_fn, in which no module runs by itself"
     assert backend.graphs == 1

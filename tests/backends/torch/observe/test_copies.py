@@ -101,22 +101,22 @@ def test_what_cannot_be_copied_says_why() -> None:
     model = nn.Linear(3, 3)
     model.lock = threading.Lock()
     said = r"a Linear \(torch\) cannot be copied: TypeError: cannot pickle '_thread.lock' object\. Give the class"
-    with pytest.raises(polyamp.ModelError, match=said), OBSERVER.working(model):
+    with pytest.raises(polyamp.ModelError, match=said), OBSERVER.model_copy(model):
         pass
     scripted = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
-    with pytest.raises(polyamp.ModelError, match="'0' is a scripted module"), OBSERVER.working(scripted):
+    with pytest.raises(polyamp.ModelError, match="'0' is a scripted module"), OBSERVER.model_copy(scripted):
         pass
 
 
 def test_memory_seen_in_two_dtypes_is_refused() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("bits", model.weight.data.view(torch.int32))
-    with pytest.raises(polyamp.ModelError, match="one memory in float32 and in int32"), OBSERVER.working(model):
+    with pytest.raises(polyamp.ModelError, match="one memory in float32 and in int32"), OBSERVER.model_copy(model):
         pass
 
 
 def test_the_default_dtype_is_wide_in_a_wide_block_alone() -> None:
-    with OBSERVER.working(nn.Linear(3, 3), wide=True) as twin:
+    with OBSERVER.model_copy(nn.Linear(3, 3), wide=True) as twin:
         assert twin(torch.ones(2, 3)).dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
 
@@ -144,12 +144,12 @@ def test_data_parallel_wrappers_are_copied_as_wrappers() -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
     found = []
     for model in (plain, nn.parallel.DistributedDataParallel(copy_model(plain)), nn.DataParallel(copy_model(plain))):
-        with OBSERVER.working(model) as twin:
+        with OBSERVER.model_copy(model) as twin:
             assert type(twin) is type(model)
             seen: list[tuple[str, str]] = []
             state = polyamp.init(twin, recipe)
             x = torch.ones(4, 3).numpy()
-            OBSERVER.watch(state, loss_fn, x, lambda path, what, *_, seen=seen: seen.append((path, what)))
+            OBSERVER.capture_pass(state, loss_fn, x, lambda path, what, *_, seen=seen: seen.append((path, what)))
             _, result = polyamp.train_step(loss_fn, recipe)(state, x)
             found.append((seen, float(result.loss), float(result.grad_norm)))
     assert found[0] == found[1] == found[2]
@@ -160,5 +160,5 @@ def test_data_parallel_wrappers_are_copied_as_wrappers() -> None:
 def test_a_group_of_its_own_is_refused_as_torch_refuses_it() -> None:
     own = dist.new_group([0])
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1), process_group=own)
-    with pytest.raises(polyamp.ModelError, match="default process group"), OBSERVER.working(model):
+    with pytest.raises(polyamp.ModelError, match="default process group"), OBSERVER.model_copy(model):
         pass

@@ -58,7 +58,7 @@ DROPS = {
 def test_the_rule_of_draws(name: str) -> None:
     run, wanted = DROPS[name]
     numbers = Numbers()
-    with OBSERVER.still(nn.Identity(), numbers):
+    with OBSERVER.disable_dropout(nn.Identity(), numbers):
         got = run(X)
     (draw,) = numbers.given
     assert draw.shape == {"channels": (2, 3, 1, 1)}.get(name, tuple(got.shape))
@@ -69,7 +69,7 @@ def test_the_rule_of_draws(name: str) -> None:
 
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
-    with OBSERVER.still(nn.Identity(), Numbers()):
+    with OBSERVER.disable_dropout(nn.Identity(), Numbers()):
         y = functional.alpha_dropout(x, 0.4, training=True)
     assert abs(float(y.mean())) < 0.01
     assert abs(float(y.std()) - 1) < 0.01
@@ -86,7 +86,7 @@ def test_alpha_dropout_keeps_mean_and_variance() -> None:
 )
 def test_alpha_dropout_in_place_writes_into_its_input(run: Any) -> None:
     x = X.clone()
-    with OBSERVER.still(nn.Identity(), Numbers()):
+    with OBSERVER.disable_dropout(nn.Identity(), Numbers()):
         y = run(x)
     assert y is x
     assert not torch.equal(x, X)
@@ -94,7 +94,7 @@ def test_alpha_dropout_in_place_writes_into_its_input(run: Any) -> None:
 
 def test_nothing_is_drawn_where_nothing_drops() -> None:
     numbers = Numbers()
-    with OBSERVER.still(nn.Identity(), numbers):
+    with OBSERVER.disable_dropout(nn.Identity(), numbers):
         assert torch.equal(nn.Dropout(0.5).eval()(X), X)
         assert torch.equal(functional.dropout(X, 0.0), X)
         functional.scaled_dot_product_attention(X, X, X)
@@ -102,7 +102,10 @@ def test_nothing_is_drawn_where_nothing_drops() -> None:
 
 
 def test_what_no_other_framework_draws_is_refused_by_name() -> None:
-    with OBSERVER.still(nn.Identity(), Numbers()), pytest.raises(polyamp.UnsupportedError, match="numbers of randperm"):
+    with (
+        OBSERVER.disable_dropout(nn.Identity(), Numbers()),
+        pytest.raises(polyamp.UnsupportedError, match="numbers of randperm"),
+    ):
         torch.randperm(3)
 
 
@@ -116,7 +119,7 @@ def test_attention_drops_weights(mask: str) -> None:
         "bool": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
     }[mask]
     numbers = Numbers()
-    with OBSERVER.still(nn.Identity(), numbers):
+    with OBSERVER.disable_dropout(nn.Identity(), numbers):
         got = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.4, **more)
         # rows of the identity as values: torch's own kernel returns the weights
     weights = functional.scaled_dot_product_attention(q, k, torch.eye(5).expand(2, 3, 5, 5), **more)
@@ -124,7 +127,7 @@ def test_attention_drops_weights(mask: str) -> None:
     module = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
     for wants in (True, False):
         numbers = Numbers()
-        with OBSERVER.still(module, numbers):
+        with OBSERVER.disable_dropout(module, numbers):
             module(q[0], q[0], q[0], need_weights=wants)
         assert [draw.size for draw in numbers.given] == [3 * 2 * 5 * 5]
 
@@ -137,7 +140,7 @@ def test_recurrent_layers_drop_between_layers(kind: Any, packed: bool) -> None:
     x: Any = torch.randn(2, 5, 4)
     x = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True) if packed else x
     numbers = Numbers()
-    with OBSERVER.still(stack, numbers):
+    with OBSERVER.disable_dropout(stack, numbers):
         got, _ = stack(x)
     given = x
     for layer in range(3):
@@ -193,10 +196,10 @@ def test_a_checkpoint_is_seen_once_and_drops_the_same_again(policy: str, randomn
         model = Repeats(reentrant)
         model.load_state_dict(weights)
         seen: list[Any] = []
-        with OBSERVER.still(model, Numbers() if randomness == "given" else None):
+        with OBSERVER.disable_dropout(model, Numbers() if randomness == "given" else None):
             state = polyamp.init(model, recipe)
-            watched = OBSERVER.watch(state, loss_fn, batch, _into(seen))
-        with OBSERVER.still(model, Numbers() if randomness == "given" else None):
+            watched = OBSERVER.capture_pass(state, loss_fn, batch, _into(seen))
+        with OBSERVER.disable_dropout(model, Numbers() if randomness == "given" else None):
             _, result = polyamp.train_step(loss_fn, recipe)(state, batch)
         assert sum(what != "input" for _, what, *_ in seen) == 2 * (1 + 4 + 3 + 3)
         found.append(({each[:2]: each[2] for each in seen}, watched.gradients, result.grad_norm))

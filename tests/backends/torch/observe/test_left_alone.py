@@ -26,7 +26,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def seen_of(model: nn.Module, recipe: Any = RECIPE, loss: Any = loss_fn, data: Any = X) -> tuple[list[Any], Any]:
     seen: list[Any] = []
-    watched = OBSERVER.watch(polyamp.init(model, recipe), loss, data, lambda *each: seen.append(each))
+    watched = OBSERVER.capture_pass(polyamp.init(model, recipe), loss, data, lambda *each: seen.append(each))
     return seen, watched
 
 
@@ -79,15 +79,15 @@ def test_a_watched_pass_changes_nothing() -> None:
     before = everything(model, state)
     seen: list[Any] = []
     graphs = state.graphs
-    OBSERVER.watch(state, loss_fn, X, lambda *each: seen.append(each))
+    OBSERVER.capture_pass(state, loss_fn, X, lambda *each: seen.append(each))
     assert [what for _, what, *_ in seen] == ["input", "output"] * 2 + ["output"] + ["cotangent"] * 3
     assert everything(model, state) == before
     assert torch.equal(model.layer.weight.grad, torch.ones(4, 3))
     assert state.graphs is graphs
     with pytest.raises(ZeroDivisionError):
-        OBSERVER.watch(state, loss_fn, X, lambda *each: 1 / 0)
+        OBSERVER.capture_pass(state, loss_fn, X, lambda *each: 1 / 0)
     with pytest.raises(polyamp.LossError):
-        OBSERVER.watch(state, lambda model, batch: model(batch), X, lambda *each: None)
+        OBSERVER.capture_pass(state, lambda model, batch: model(batch), X, lambda *each: None)
     assert everything(model, state) == before
 
 
@@ -100,7 +100,7 @@ def test_a_step_after_a_watched_pass_is_the_step_without_it() -> None:
         step = polyamp.train_step(loss_fn, RECIPE)
         for _ in range(3):
             if watches:
-                OBSERVER.watch(state, loss_fn, X, lambda *each: None)
+                OBSERVER.capture_pass(state, loss_fn, X, lambda *each: None)
             state, _ = step(state, X)
         found.append(torch.cat([value.reshape(-1).double() for value in model.state_dict().values()]))
     assert torch.equal(*found)
@@ -176,7 +176,7 @@ def test_a_tied_parameter_has_one_gradient_and_an_unused_one_none() -> None:
 
 
 def test_wide_models_are_seen_in_float64() -> None:
-    with OBSERVER.working(nn.Sequential(nn.Linear(3, 3)), wide=True) as twin:
+    with OBSERVER.model_copy(nn.Sequential(nn.Linear(3, 3)), wide=True) as twin:
         seen, watched = seen_of(twin, RECIPE.replace(policy=polyamp.Policy(param="float64", compute="float64")))
     assert {(each[2].dtype.name, each[3]) for each in seen} == {("float64", "float64")}
     assert watched.gradients["0/weight"].dtype == np.float64
@@ -214,4 +214,4 @@ def test_operations_are_told_by_module_with_the_dtype_they_ran_in(policy: str) -
     assert rows["", "mean"] == ("float32", "sums", 1)
     assert not {name for _, name in rows} & {"transpose", "to", "view", "float"}
     state, _ = polyamp.train_step(loss_fn, RECIPE)(polyamp.init(model, RECIPE), X)
-    assert OBSERVER.watch(state, loss_fn, X, lambda *each: None).operations == ()
+    assert OBSERVER.capture_pass(state, loss_fn, X, lambda *each: None).operations == ()

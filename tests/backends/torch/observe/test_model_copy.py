@@ -35,7 +35,7 @@ class Tied(nn.Module):
 def test_a_copy_has_what_the_model_has(wide: bool) -> None:
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with OBSERVER.working(model, wide=wide) as twin:
+    with OBSERVER.model_copy(model, wide=wide) as twin:
         assert list(twin.state_dict()) == list(before)
         dtypes = {name: value.dtype for name, value in twin.state_dict().items()}
         assert dtypes["norm.num_batches_tracked"] == torch.int64
@@ -54,7 +54,7 @@ def test_dropout_passes_on_what_it_is_given_and_only_in_the_block() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.LSTM(64, 8, 2, dropout=0.5))
     x = torch.ones(3, 4)
-    with OBSERVER.still(model, None):
+    with OBSERVER.disable_dropout(model, None):
         inside = [model(x)[0].detach().numpy() for _ in range(2)]
     quiet = model.eval()(x)[0].detach().numpy()
     assert np.array_equal(inside[0], quiet)
@@ -68,7 +68,7 @@ def test_recurrent_layers_of_packed_sequences_drop_nothing(kind: Any) -> None:
     torch.manual_seed(0)
     model = kind(4, 8, 2, dropout=0.5)
     x = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3]))
-    with OBSERVER.still(model, None):
+    with OBSERVER.disable_dropout(model, None):
         inside = model(x)[0].data
     assert torch.equal(inside, model.eval()(x)[0].data)
 
@@ -77,7 +77,7 @@ def test_a_step_trains_without_dropout() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Linear(4, 1))
     recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1))
     step = polyamp.train_step(lambda model, batch: model(batch).float().sum(), recipe)
-    with OBSERVER.working(model) as twin, OBSERVER.still(twin, None):
+    with OBSERVER.model_copy(model) as twin, OBSERVER.disable_dropout(twin, None):
         state, _ = step(polyamp.init(twin, recipe), np.ones((2, 4), "f4"))
         moved = (twin[1].weight - model[1].weight).detach().numpy()
     assert np.allclose(moved, -0.1 * 2.0)  # every input arrived
@@ -86,5 +86,5 @@ def test_a_step_trains_without_dropout() -> None:
 
 def test_no_model_is_refused() -> None:
     said = r"a model of torch's is an nn\.Module\. Received: a function"
-    with pytest.raises(polyamp.ModelError, match=said), OBSERVER.working(lambda x: x):
+    with pytest.raises(polyamp.ModelError, match=said), OBSERVER.model_copy(lambda x: x):
         pass

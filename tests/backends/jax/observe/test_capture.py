@@ -23,7 +23,7 @@ def watched(backend: Any, state: Any, loss_fn: Any, batch: Any) -> tuple[Any, Se
         assert array.dtype in (np.float32, np.float64)
         seen[path, what] = array, dtype
 
-    return backend.observer.watch(state, loss_fn, batch, see), seen, list(seen)
+    return backend.observer.capture_pass(state, loss_fn, batch, see), seen, list(seen)
 
 
 def test_outputs_cotangents_and_gradients_are_those_of_jax(backend: Any, make_kind: Any, batch: Any) -> None:
@@ -48,7 +48,7 @@ def test_outputs_cotangents_and_gradients_are_those_of_jax(backend: Any, make_ki
     state = polyamp.init((module, variables), recipe)
     found, seen, order = watched(backend, state, loss_fn, data)
     assert found.loss == pytest.approx(float(loss), rel=1e-6)
-    assert found.unseen == ""
+    assert found.hidden_reason == ""
     paths = ["first", "second", "third", ""]
     forward = [(path, what) for path in paths for what in ("input", "output") if path or what == "output"]
     assert order == forward + [(path, "cotangent") for path in reversed(paths)]
@@ -91,7 +91,7 @@ def test_what_is_seen_is_what_the_step_computes(backend: Any, make: Any, loss_fn
         np.testing.assert_allclose(found.gradients[name], gradient, 1e-6, 1e-7)
     assert seen["", "output"][1] == "float32"
     if type(made.model) is tuple and not hasattr(made.model[0], "apply"):
-        assert "function" in found.unseen
+        assert "function" in found.hidden_reason
         assert set(seen) == {("", "output"), ("", "cotangent")}
         return
     assert {path for path, _ in seen} == {*paths, ""}
@@ -143,10 +143,10 @@ def test_a_pass_is_traced_once_for_all_steps(backend: Any, make_kind: Any, batch
         return jnp.mean(model(batch["x"]) ** 2)
 
     rule = recipe("mixed_bfloat16", optimizer=polyamp.adamw(0.1))
-    with backend.observer.working(made.model) as model:
+    with backend.observer.model_copy(made.model) as model:
         state = polyamp.init(model, rule)
         step = polyamp.train_step(loss_fn, rule)
         for number in range(3):
-            backend.observer.watch(state, loss_fn, batch(number), lambda *_: None)
+            backend.observer.capture_pass(state, loss_fn, batch(number), lambda *_: None)
             state, _ = step(state, batch(number))
     assert len(traced) == 2

@@ -102,11 +102,11 @@ def test_dropout_passes_on_what_it_gets_and_drops_again_afterwards(model: Any, b
     before, again = losses(state, step)
     assert before != again
     seen: dict[tuple[str, str], Any] = {}
-    with backend.observer.working(made) as own, backend.observer.still(own, None):
+    with backend.observer.model_copy(made) as own, backend.observer.disable_dropout(own, None):
         inside = polyamp.init(own, recipe, **options)
         first, second = losses(inside, step)  # the very step that was traced outside
         assert first == second != before
-        found = backend.observer.watch(inside, mean, X, keeping(seen))
+        found = backend.observer.capture_pass(inside, mean, X, keeping(seen))
         assert found.loss == pytest.approx(first, rel=1e-6)
     for (path, what), array in seen.items():
         if what == "output" and "ropout" in path and path.count("/") == 0:
@@ -124,13 +124,13 @@ def test_given_numbers_make_the_masks(backend: Any) -> None:
 
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.0))
     seen: dict[tuple[str, str], Any] = {}
-    with backend.observer.still(made, draws):
+    with backend.observer.disable_dropout(made, draws):
         state = polyamp.init(made, recipe, **options)
-        backend.observer.watch(state, mean, X, keeping(seen))
+        backend.observer.capture_pass(state, mean, X, keeping(seen))
         assert shapes == [X.shape, (1, 1, 4, 4)]  # flax has one mask for all examples
         kept = np.random.default_rng(1).random(X.shape, np.float32) >= RATE
         np.testing.assert_allclose(seen["Dropout_0", "output"], np.where(kept, X / (1 - RATE), 0), 1e-6)
-        backend.observer.watch(state, mean, X, lambda *_: None)
+        backend.observer.capture_pass(state, mean, X, lambda *_: None)
         assert len(shapes) == 2  # it is not traced again
         step = polyamp.train_step(mean, recipe, donate=False)
         one, two = losses(state, step)
@@ -146,7 +146,7 @@ def test_every_example_of_a_mapped_model_has_numbers_of_its_own(backend: Any) ->
     def draws(shape: tuple[int, ...]) -> Any:
         return numbers if shape == X.shape else np.ones(shape, np.float32)
 
-    with backend.observer.still(made, draws):
+    with backend.observer.disable_dropout(made, draws):
         state = polyamp.init(made, recipe, **options)
-        backend.observer.watch(state, mean, X, keeping(seen))
+        backend.observer.capture_pass(state, mean, X, keeping(seen))
     np.testing.assert_allclose(seen["dropout", "output"], np.where(numbers >= RATE, X / (1 - RATE), 0), 1e-6)
