@@ -25,12 +25,12 @@ class ModelAdapter:
     Attributes:
         stream: name of the random stream if `rngs` is a bare seed or key; None if the streams must be named.
         module: module class or classes of the library; empty if its models have no modules.
-        mutable: whether the library's models change in place.
+        is_mutable: whether the library's models change in place.
     """
 
     stream: ClassVar[str | None] = None
     module: ClassVar[type | tuple[type, ...]] = ()
-    mutable: ClassVar[bool] = False
+    is_mutable: ClassVar[bool] = False
 
     @property
     def pinned(self) -> frozenset[str]:

@@ -30,21 +30,21 @@ class CallCasts:
     Attributes:
         plan: the policy, resolved for the model.
         dtypes: cast mode: path of a module that owns parameters -> dtype of its floating inputs.
-        scoped: whether scopes are opened.
+        has_scopes: whether scopes are opened.
         paths: autocast mode: the known paths of the model's modules.
     """
 
-    def __init__(self, plan: ResolvedPolicy, dtypes: Mapping[str, str] | None = None, *, scoped: bool = False) -> None:
+    def __init__(self, plan: ResolvedPolicy, dtypes: Mapping[str, str], *, has_scopes: bool) -> None:
         self.plan = plan
-        self.dtypes = dtypes or {}
-        self.scoped = scoped
+        self.dtypes = dtypes
+        self.has_scopes = has_scopes
         self.paths: set[str] = set()
         self._open = [""]
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether any call needs a cast or a scope. If False, no module is changed."""
-        return self.scoped or bool(self.dtypes)
+        return self.has_scopes or bool(self.dtypes)
 
     def expect(self, paths: Iterable[str]) -> None:
         """Record the paths of modules that may be called, and of their parents, before the first call.
@@ -69,19 +69,19 @@ class CallCasts:
             PolicyError: an override contradicts the module's own dtype.
         """
         self._check(path, explicit)
-        if not self.scoped:
+        if not self.has_scopes:
             yield self._cast(path, args, kwargs)
             return
         with self.scope(path):
             yield args, kwargs
 
-    def hook_module(self, module: Any, path: str, *, pinned: bool = False, uncast: tuple[type, ...] = ()) -> None:
+    def hook_module(self, module: Any, path: str, *, is_pinned: bool = False, uncast: tuple[type, ...] = ()) -> None:
         """Cast the arguments of a module's calls, or open its scope, from now on.
 
         Args:
             module: a copy that polyamp made, never the user's own module. It is changed in place.
             path: its path.
-            pinned: cast mode: whether the module runs in the dtype of its master parameters unless an override names
+            is_pinned: cast mode: whether the module runs in the dtype of its master parameters unless an override names
                 it.
             uncast: cast mode: types of arguments that are never cast, such as running statistics. An override of a
                 pinned module casts them too: the dtypes must agree.
@@ -90,19 +90,19 @@ class CallCasts:
             PolicyError: an override contradicts the dtype that the module was built with.
         """
         plan = self.plan
-        if self.scoped:
+        if self.has_scopes:
             self.expect([path])
         if not callable(module):
             return
-        if not self.scoped and pinned and plan.at(path).named is None and plan.compute != plan.param:
+        if not self.has_scopes and is_pinned and plan.at(path).named is None and plan.compute != plan.param:
             hook_calls(module, _cast_call, plan.param, plan.compute, plan.float64, uncast)
             return
-        if self.scoped or path in self.dtypes:
+        if self.has_scopes or path in self.dtypes:
             self._check(path, getattr(module, "dtype", None))
-        if self.scoped:
+        if self.has_scopes:
             hook_calls(module, _open_scope, path)
         elif path in self.dtypes:
-            hook_calls(module, _cast_call, self.dtypes[path], None, plan.float64, () if pinned else uncast)
+            hook_calls(module, _cast_call, self.dtypes[path], None, plan.float64, () if is_pinned else uncast)
 
     @contextlib.contextmanager
     def call_of_part(self, route: ModulePath, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -110,11 +110,11 @@ class CallCasts:
 
         A method or property, which the hooks do not cover, is wrapped like a call of its module.
         """
-        if route.is_method and not self.scoped:
+        if route.is_method and not self.has_scopes:
             args, kwargs = self._cast(route.path, args, kwargs)
         token = _active_casts.set(self)
         try:
-            with self.scope(route.path if route.is_method and self.scoped else ""):
+            with self.scope(route.path if route.is_method and self.has_scopes else ""):
                 yield args, kwargs
         finally:
             _active_casts.reset(token)

@@ -151,7 +151,7 @@ class EquinoxAdapter(ModelAdapter):
 
     def _hook_modules(self, module: Any, casts: CallCasts) -> Any:
         """Return the module with the submodules that cast inputs or open scopes replaced by wrapped copies."""
-        if not casts.active and not self.pinned_paths:
+        if not casts.is_active and not self.pinned_paths:
             return module
 
         def copied(node: Any, keys: tuple[Any, ...]) -> Any:
@@ -161,7 +161,7 @@ class EquinoxAdapter(ModelAdapter):
             made = jax.tree.unflatten(structure, [copied(child, keys + key) for key, child in children])
             if isinstance(node, eqx.Module):
                 path = path_name(keys)
-                casts.hook_module(made, path, pinned=path in self.pinned_paths, uncast=(eqx.nn.State,))
+                casts.hook_module(made, path, is_pinned=path in self.pinned_paths, uncast=(eqx.nn.State,))
             return made
 
         return copied(module, ())

@@ -95,7 +95,7 @@ def split_model(model: Any) -> ModelParts:
 
 def _haiku_interceptor(casts: CallCasts) -> Any:
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if not casts.active or context.method_name == "__init__":
+        if not casts.is_active or context.method_name == "__init__":
             return call(*args, **kwargs)
         with casts.module(context.module.module_name, args, kwargs, None) as (args, kwargs):
             return call(*args, **kwargs)

@@ -45,7 +45,7 @@ class LinenAdapter(ModelAdapter):
         casts.expect(parameter_owners(params))
         mutable = scope.union_filters(sorted(statistics), _requested_collections(requested))
         # linen's own scopes begin with the class name of the root; polyamp's scopes are the paths used in overrides
-        named = linen.override_named_call(False) if casts.scoped else contextlib.nullcontext()
+        named = linen.override_named_call(False) if casts.has_scopes else contextlib.nullcontext()
         with named, linen.intercept_methods(_linen_interceptor(casts)):
             output, changed = module.apply(
                 {"params": params, **statistics}, *inputs.args, rngs=rngs or None, mutable=mutable, **kwargs
@@ -137,7 +137,7 @@ def _split_sown(after: Any, before: Any) -> tuple[Any, Any]:
 
 def _linen_interceptor(casts: CallCasts) -> Any:
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if not casts.active or context.method_name == "setup" or context.module.scope is None:
+        if not casts.is_active or context.method_name == "setup" or context.module.scope is None:
             return call(*args, **kwargs)
         path = "/".join(context.module.path)
         with casts.module(path, args, kwargs, getattr(context.module, "dtype", None)) as (args, kwargs):

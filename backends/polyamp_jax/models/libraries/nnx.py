@@ -41,13 +41,13 @@ class NnxAdapter(ModelAdapter):
     takes_rngs: bool = False
     stream: ClassVar[str | None] = "default"
     module: ClassVar[type | tuple[type, ...]] = nnx.Module
-    mutable: ClassVar[bool] = True
+    is_mutable: ClassVar[bool] = True
 
     def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
         """Run one call. `inputs.running` is the running state within the pass: see `NnxPass`."""
         params, running, args, kwargs = inputs.params, inputs.running, inputs.args, inputs.kwargs
         model = merge_nnx_model(params, running)
-        if casts.active:
+        if casts.is_active:
             for path, module in walk_modules(model):
                 casts.hook_module(module, path)
         function = route.function(model)

@@ -29,12 +29,12 @@ def tag_module_outputs() -> Iterator[None]:
 class TaggingCasts(CallCasts):
     """Casts and scopes of a call whose nnx or equinox modules tag their outputs."""
 
-    active = True
+    is_active = True
 
-    def hook_module(self, module: Any, path: str, *, pinned: bool = False, uncast: tuple[type, ...] = ()) -> None:
+    def hook_module(self, module: Any, path: str, *, is_pinned: bool = False, uncast: tuple[type, ...] = ()) -> None:
         if path:
             hook_calls(module, _tag_call, path)
-        super().hook_module(module, path, pinned=pinned, uncast=uncast)
+        super().hook_module(module, path, is_pinned=is_pinned, uncast=uncast)
 
 
 def _tag_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:

@@ -152,7 +152,7 @@ class PolicyEngine:
         For an equinox module this is a value that the module at `route` has.
         """
         current = self._current_pass()
-        if self.adapter.mutable:
+        if self.adapter.is_mutable:
             return current.computed(route)
         if self.params is self.masters:
             return value
@@ -198,7 +198,7 @@ class PolicyEngine:
                 adapter, params, before = adapter.with_part(route, part, self.masters, own)
                 params = compute_params(params, adapter, plan)
             dtypes = {} if interpreted else module_dtypes(params, adapter, plan)
-            casts = self._casts_class(plan, dtypes, scoped=interpreted)
+            casts = self._casts_class(plan, dtypes, has_scopes=interpreted)
             call = functools.partial(_call_model, adapter, casts, route, objects)
             inputs = ModelInputs(params, before, keys, args, kwargs, object_arrays)
             if interpreted:
@@ -279,7 +279,7 @@ class PolicyEngine:
 
     def _check_output(self, route: ModulePath, output: Any) -> None:
         """Reject an nnx module that a method returns, since it is no longer part of the model."""
-        if not route.steps or not self.adapter.mutable:
+        if not route.steps or not self.adapter.is_mutable:
             return
         kind = self.adapter.module
         if any(isinstance(leaf, kind) for leaf in jax.tree.leaves(output, is_leaf=lambda node: isinstance(node, kind))):
