@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -133,10 +134,10 @@ def carrying(model: Any, wrong: tuple[Carried, ...]) -> Iterator[None]:
     from polyamp.contract import registry
     from polyamp.porting.layouts.lazy_array import Lazy
 
-    kind = type(registry.backend_for(model).porting)
-    fill = kind.fill
+    converter = registry.backend_for(model).porting
+    fill = converter.fill
 
-    def fills(self: Any, target: Any, leaves: Mapping[str, Any]) -> Any:
+    def fills(target: Any, leaves: Mapping[str, Any]) -> Any:
         found = dict(leaves)
         for each in wrong:
             names = sorted(name for name in found if re.search(each.pattern, name))
@@ -148,13 +149,10 @@ def carrying(model: Any, wrong: tuple[Carried, ...]) -> Iterator[None]:
                 if np.shape(values) != before.shape:
                     raise DoesNotFitError(f"{name}: {before.shape} became {np.shape(values)}")
                 found[name] = Lazy.of(np.ascontiguousarray(np.asarray(values, before.dtype)))
-        return fill(self, target, found)
+        return fill(target, found)
 
     if not wrong:
         yield
         return
-    kind.fill = fills
-    try:
+    with mock.patch.object(type(converter), "fill", staticmethod(fills)):
         yield
-    finally:
-        kind.fill = fill
