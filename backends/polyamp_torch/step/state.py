@@ -20,7 +20,7 @@ from polyamp.rules import refresh, step_checks
 from polyamp.rules.group_members import resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.compat import local_tensor_of, module_children, module_parameters
+from polyamp_torch.compat import module_children, module_parameters
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.precision.policy_module import PolicyModule, module_device
 from polyamp_torch.precision.torch_only.module_paths import (
@@ -292,7 +292,7 @@ class TorchState(StateDisplayMixin):
         if self.shards is None:
             return optimizers.fused_kernels(self.optimizer, self.recipe.optimizer, parameters)
         with self.shards.inside(self.optimizer):
-            plain: list[Any] = list(map(local_tensor_of, parameters))
+            plain: list[Any] = list(map(self.shards.plain, parameters))
             return optimizers.fused_kernels(self.optimizer, self.recipe.optimizer, plain)
 
     def plain(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
