@@ -24,7 +24,7 @@ class KerasObserver:
         >>> loss = lambda model, batch: keras.ops.mean(model(batch))
         >>> def see(path, what, array, dtype):
         ...     print(repr(path), what, array.shape, dtype)
-        >>> found = KerasObserver().watch(state, loss, np.ones((4, 3), "float32"), see)
+        >>> found = KerasObserver().capture_pass(state, loss, np.ones((4, 3), "float32"), see)
         'head' input (4, 3) float32
         'head' output (4, 2) float32
         '' output (4, 2) float32
