@@ -26,8 +26,8 @@ class ReferenceObserver:
         >>> model, seen = MLP.random([4, 3, 1], seed=0), []
         >>> state = polyamp.init(model, polyamp.Recipe())
         >>> see = lambda path, what, array, dtype: seen.append((path, what, array.shape))
-        >>> watched = ReferenceObserver().capture_pass(state, lambda m, x: polyamp.losses.mean_squared_error(m(x), 0 * m(x)),
-        ...                                     np.ones((2, 4), np.float32), see)
+        >>> loss_fn = lambda m, x: polyamp.losses.mean_squared_error(m(x), 0 * m(x))
+        >>> watched = ReferenceObserver().capture_pass(state, loss_fn, np.ones((2, 4), np.float32), see)
         >>> seen[0], seen[-1]
         (('dense0', 'input', (2, 4)), ('dense0', 'cotangent', (2, 3)))
         >>> sorted(watched.gradients)
