@@ -139,6 +139,7 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
+_NAMES: list[str]
 if TYPE_CHECKING:
     __all__ += optimizers.__all__
 else:
@@ -147,7 +148,8 @@ else:
 
 
 def __dir__() -> list[str]:
-    return __getattr__("__all__")  # type: ignore[no-any-return]
+    names: list[str] = __getattr__("__all__")
+    return names
 
 
 def __getattr__(name: str) -> Any:
@@ -162,11 +164,11 @@ def __getattr__(name: str) -> Any:
     elif name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'polyamp' has no attribute {name!r}.")
     else:
-        specs = import_module(f"{__name__}.recipe.optimizers")
+        specs = vars(import_module(f"{__name__}.recipe.optimizers"))
         if name == "__all__":
-            value = sorted([*_NAMES, *specs.__all__])  # type: ignore[name-defined]
-        elif name in specs.__all__:
-            value = getattr(specs, name)
+            value = sorted([*_NAMES, *specs["__all__"]])
+        elif name in specs["__all__"]:
+            value = specs[name]
         else:
             raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_suggest_name(name)}")
     globals()[name] = value

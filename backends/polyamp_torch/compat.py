@@ -189,16 +189,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def run_backward(loss: torch.Tensor) -> None:
-    """Do `loss.backward()` for a scalar loss, with the open `TorchFunctionMode`s left in place: they act in its hooks.
-
-    `torch.autograd.backward` would close each mode, and have the modes see the checks of its arguments.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    ones = (torch.ones_like(loss),)
-    engine.run_backward((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def checkpoint_record(frame: Any) -> Any:
     """Return the record of a running `checkpoint(use_reentrant=False)`, whose `recompute_fn` is its second run; None if
     `frame` is another function's. It is a local of the generator in the function's local `gen`."""

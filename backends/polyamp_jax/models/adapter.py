@@ -42,7 +42,7 @@ class ModelAdapter:
 
         `written` contains the parameters that the call wrote, in the dtypes of `inputs.params`.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # every library defines its own
 
     def draws(self, route: ModulePath, view: Any, names: Collection[str], args: Any, kwargs: Any) -> bool:
         """Return whether a call of the part at `route` of `view` would use the keys of the streams `names`."""
@@ -89,7 +89,7 @@ class ModelAdapter:
 
     def join(self, params: Any, running: RunningState) -> Any:
         """Return the model in its native form."""
-        raise NotImplementedError
+        raise NotImplementedError  # every library defines its own
 
     def check_streams(self, names: Collection[str]) -> None:
         """Reject random streams that the library cannot use. Raises `UnsupportedError`."""

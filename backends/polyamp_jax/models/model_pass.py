@@ -85,4 +85,4 @@ class ModelPass:
 
     def computed(self, route: ModulePath) -> Any:
         """Return the object at `route`, with the parameters that a mutable model computes with."""
-        raise NotImplementedError
+        raise NotImplementedError  # passes of mutable models define it, and no other is asked

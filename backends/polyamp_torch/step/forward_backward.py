@@ -18,7 +18,7 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, dtype_name, to_device
-from polyamp_torch.compat import foreach_mul_, local_tensor_of, run_backward
+from polyamp_torch.compat import foreach_mul_, local_tensor_of
 from polyamp_torch.precision.autocast import backward_region, matmul_precision, root_region
 from polyamp_torch.precision.torch_only.autocast_regions import shield
 from polyamp_torch.step.accumulation import total_scale
@@ -199,7 +199,7 @@ def scaled_backward(
             between(value)
         if not (weighting.omits and known and factor == 0.0):
             with backward_region(plan, states[0].device.type), interrupts.allowed:
-                run_backward(scaled)
+                torch.autograd.backward(scaled)
             for state in states:
                 if state.complex_parameters:
                     resolve_conjugates(state.complex_parameters)

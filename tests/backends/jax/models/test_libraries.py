@@ -12,6 +12,7 @@ import jax
 import pytest
 from flax import linen, nnx
 
+import polyamp
 from polyamp_jax.models.adapter import ModelParts
 from polyamp_jax.models.library import FUNCTIONS, LIBRARIES, Library, library_of
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver
@@ -52,6 +53,13 @@ def test_a_model_leads_to_its_library_and_half_of_one_too() -> None:
     }
     assert library_of(lambda x: x) is None
     assert library_of((1, 2)) is None
+
+
+def test_an_nnx_module_in_a_tuple_is_refused_and_not_taken_for_a_function() -> None:
+    """As a function it would train the other half alone, and none of its own parameters."""
+    pair = (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {"w": jax.numpy.ones(2)})
+    with pytest.raises(polyamp.ModelError, match="pass an nnx model as the module itself"):
+        polyamp.init(pair, polyamp.Recipe())
 
 
 def test_a_lookup_imports_no_library() -> None:

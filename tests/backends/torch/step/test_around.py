@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
@@ -310,3 +311,21 @@ def _interrupted(run: Callable[[], object], number: int) -> bool:
     finally:
         sys.settrace(before)
     return left <= 0
+
+
+def test_a_mode_of_the_users_around_a_step_sees_its_backward_pass_as_in_a_loop_by_hand() -> None:
+    class Calls(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(nn.Linear(3, 1), recipe)
+    step = polyamp.train_step(lambda model, batch: model(batch).mean(), recipe)
+    with Calls() as calls:
+        step(state, torch.ones(2, 3))
+    assert calls.seen.count(torch.autograd.backward) == 1
