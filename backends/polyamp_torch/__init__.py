@@ -8,7 +8,7 @@ from polyamp_torch.backend import BACKEND, TorchBackend
 from polyamp_torch.distributed.fsdp_mixed_precision import fully_shard, mixed_precision_policy
 from polyamp_torch.own_loop.native_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, carried
-from polyamp_torch.precision.torch_only.custom_function import custom_bwd, custom_fwd
+from polyamp_torch.precision.torch_only.custom_autograd_function import custom_bwd, custom_fwd
 from polyamp_torch.step.state import TorchState
 
 __all__ = [

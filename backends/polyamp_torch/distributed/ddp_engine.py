@@ -26,7 +26,7 @@ from polyamp_torch.distributed.compat import (
     set_buffer_broadcast,
 )
 from polyamp_torch.distributed.engine import ModuleSlots, ParallelEngine
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 
 
 class DDPEngine(ParallelEngine):

@@ -21,7 +21,7 @@ from polyamp_torch.compat import flattened_mesh_group, fsdp_meshes
 from polyamp_torch.distributed.ddp_engine import DDPEngine
 from polyamp_torch.distributed.engine import ParallelEngine
 from polyamp_torch.distributed.fully_shard_engine import FullyShardEngine
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 
 _MESH_HINT = (
     "Make one mesh of all of them with init_device_mesh; its dimensions are for fully_shard and parallelize_module."

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.precision.torch_only.module_paths import path_function
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
 _CHECKSUM_CHUNK: Final = 1 << 20
 """Number of elements in each partial sum."""

@@ -29,8 +29,9 @@ from polyamp_torch.compat import (
     gathered_fsdp2_parameters,
 )
 from polyamp_torch.precision.cast_mode import dtype_in_module
-from polyamp_torch.precision.torch_only.module_paths import resolve_policy, unwrapped_paths
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.policy_module import resolve_policy
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.precision.torch_only.unwrapped_paths import unwrapped_paths
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

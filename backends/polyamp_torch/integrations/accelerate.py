@@ -21,7 +21,7 @@ from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
 from polyamp_torch.integrations import accelerate_sharded
 from polyamp_torch.integrations.loop_scaler import LoopRegion, LoopSettings, require_extra
-from polyamp_torch.precision.torch_only.autocast_regions import shield
+from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 
 with require_extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations

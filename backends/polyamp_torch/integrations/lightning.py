@@ -19,7 +19,7 @@ from polyamp_torch.compat import has_found_inf_support
 from polyamp_torch.integrations.loop_clipping import clip_by_norm, group_by_mesh
 from polyamp_torch.integrations.loop_scaler import LoopSettings, require_extra
 from polyamp_torch.precision.policy_module import PolicyModule
-from polyamp_torch.precision.torch_only.autocast_regions import shield
+from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 
 with require_extra("lightning"):
     import lightning.pytorch as pl

@@ -25,9 +25,8 @@ from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.own_loop.gradients import optimizer_parameters
 from polyamp_torch.own_loop.native_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, matmul_precision
-from polyamp_torch.precision.policy_module import PolicyModule, module_device
-from polyamp_torch.precision.torch_only.module_paths import resolve_policy
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.step.torch_only import buffers
 
 

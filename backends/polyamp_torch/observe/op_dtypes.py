@@ -21,7 +21,7 @@ from polyamp_torch.precision.op_list import (
     copy_without_dispatch,
     family_functions,
 )
-from polyamp_torch.precision.torch_only.gathers import GATHER_FUNCTIONS
+from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PLAIN_MATMULS, PRODUCT_CLASSIFIERS
 
 _COMPUTE: Final = """

@@ -24,7 +24,7 @@ from polyamp_torch.arrays import from_numpy
 from polyamp_torch.porting.inventory import unwrap_module, wrapper_attribute
 from polyamp_torch.porting.torch_only.tensor_io import storage_key
 from polyamp_torch.precision.policy_module import module_device
-from polyamp_torch.precision.torch_only.module_paths import path_function
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
 Array = np.ndarray[Any, Any]
 

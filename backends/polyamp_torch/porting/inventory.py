@@ -24,7 +24,7 @@ from polyamp_torch.porting.layers import attention, padding_rules, recurrent, st
 from polyamp_torch.porting.layers.layer_record import LayerRecord, module_expression
 from polyamp_torch.porting.torch_only.tensor_io import storage_key, to_lazy
 from polyamp_torch.precision.policy_module import PolicyModule, wrapped_module
-from polyamp_torch.precision.torch_only.module_paths import path_function
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
 _READERS: Final = {**weight_layers.READERS, **recurrent.READERS, **attention.READERS, **stateless_layers.READERS}
 _COUNTER_REASON: Final = "counts batches; torch alone keeps it"

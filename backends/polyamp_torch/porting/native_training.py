@@ -19,7 +19,7 @@ from polyamp.recipe.scaler import PRESETS, LossScaleState
 from polyamp_torch.arrays import from_numpy, to_numpy
 from polyamp_torch.own_loop.torch_only.scaler_state import STATE_DICT_KEYS
 from polyamp_torch.porting.optimizer_layout import read_optimizer_layout
-from polyamp_torch.precision.torch_only.module_paths import path_function
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.torch_only import optimizer_state
 from polyamp_torch.step.torch_only.spec_formulas import native_class, torch_native
 

@@ -19,8 +19,8 @@ from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
 from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, skip_compilation
-from polyamp_torch.precision.torch_only.autocast_arguments import RegionError, parse_region_arguments
-from polyamp_torch.precision.torch_only.autocast_regions import (
+from polyamp_torch.precision.torch_only.autocast_argument_parsing import RegionError, parse_region_arguments
+from polyamp_torch.precision.torch_only.autocast_region_stack import (
     OPEN_BLOCKS,
     AutocastRegion,
     RegionSettings,
@@ -28,7 +28,7 @@ from polyamp_torch.precision.torch_only.autocast_regions import (
     innermost_region,
     weak_owner_reference,
 )
-from polyamp_torch.precision.torch_only.float32_islands import (
+from polyamp_torch.precision.torch_only.float32_function_mode import (
     capture_autocast_state,
     current_islands,
     device_types,

@@ -1,7 +1,8 @@
 """Op list: the torch functions that run in float32 in autocast mode (S4), by their public names.
 
 It is the float32 part of torch's CUDA list (https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can
-autocast to float32") plus the functions that S4 adds. `float32_islands` applies it; on CUDA only what torch's lacks.
+autocast to float32") plus the functions that S4 adds. `float32_function_mode` applies it; on CUDA only what
+torch's lacks.
 
 Differences from torch's CUDA list, with reasons:
 
@@ -21,7 +22,7 @@ Differences from torch's CUDA list, with reasons:
   mostly an activation, and float32 after every layer costs a third of a step. See docs/guides/torch_autocast.md.
 - products without free axes (`dot`, `einsum("bi,bi->b")`) are sums, those that contract nothing (`einsum("i,j->ij")`)
   multiplications: see `products`. multi_dot and chain_matmul: matrix products, so 16-bit, as in torch.
-- gathers (indexing, embeddings) have gradients that are sums: see `gathers`.
+- gathers (indexing, embeddings) have gradients that are sums: see `float32_gathers`.
 - in-place forms (`exp_`), `out=`, and calls that name their own `dtype=` are left alone, as in torch.
 """
 
@@ -35,7 +36,7 @@ import torch
 from torch.nn import functional
 
 from polyamp_torch.compat import SPARSE_SUM, assume_constant_result, custom_function_call, set_grad_enabled
-from polyamp_torch.precision.torch_only.gathers import GATHER_FUNCTIONS
+from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PLAIN_MATMULS, PRODUCT_CLASSIFIERS
 
 TorchFunction = Callable[..., Any]

@@ -16,17 +16,20 @@ import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_root_region_open, root_region
 from polyamp_torch.precision.cast_mode import ParameterCasts
-from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS, RegionBlock
-from polyamp_torch.precision.torch_only.float32_islands import islands
-from polyamp_torch.precision.torch_only.installation import InstallationBlock, PolicyInstallation
-from polyamp_torch.precision.torch_only.module_paths import path_function, resolve_policy, unwrapped_paths
-from polyamp_torch.precision.torch_only.parameter_listing import is_overridden, map_listed_parameters, tree_parameters
+from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, RegionBlock
+from polyamp_torch.precision.torch_only.float32_function_mode import islands
+from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
+from polyamp_torch.precision.torch_only.policy_installation import InstallationBlock, PolicyInstallation
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function, unwrapped_paths
+
+_IS_FLOATING_POINT = torch.Tensor.is_floating_point
 
 
 class PolicyModule:
@@ -223,6 +226,35 @@ class PolicyModule:
                     f"overrides: the module {path!r} is never called as a module, so its dtype cannot be changed; the "
                     f"module around it uses its parameters directly. Override {path.rpartition('/')[0]!r} instead."
                 )
+
+
+def resolve_policy(module: nn.Module, policy: Policy) -> ResolvedPolicy:
+    """Resolve a policy against a module's paths.
+
+    The root has no path here, so no glob overrides it.
+
+    Raises:
+        PolicyError: an override matches no module.
+        UnsupportedError: a module would compute in a dtype to which autocast does not cast its parameters.
+    """
+    inner = unwrapped_paths(module) if policy.overrides else {}
+    plan = policy.plan(inner, backend="torch")
+    for path, dtype in {"": plan.compute, **plan.overridden}.items():
+        part = module.get_submodule(inner[path].replace("/", ".")) if path else module
+        if not _can_compute_in(plan, dtype) and any(map(_IS_FLOATING_POINT, part.parameters())):
+            change = "mode='cast'" + (f", or drop overrides of {dtype}" if path else "")
+            raise UnsupportedError(
+                f"{f'the module {path!r}' if path else 'the model'} would have to compute in {dtype} over parameters "
+                f"of {plan.param}. torch.autocast casts float32 to 16 bits, and nothing else. Use "
+                f"{change if dtype != 'float64' else 'param=' + repr(dtype)}. Received: {policy}."
+            )
+    return plan
+
+
+def _can_compute_in(plan: ResolvedPolicy, dtype: str) -> bool:
+    if dtype == plan.param or dtype == "float64":
+        return dtype == plan.param
+    return plan.cast or (plan.param == "float32" and dtype in HALF_DTYPES)
 
 
 def wrapped_module(bound: PolicyModule) -> nn.Module:

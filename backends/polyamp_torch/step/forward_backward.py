@@ -20,7 +20,7 @@ from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_tensor_of
 from polyamp_torch.precision.autocast import backward_region, matmul_precision, root_region
-from polyamp_torch.precision.torch_only.autocast_regions import shield
+from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
 from polyamp_torch.step.grad_stats import cast_scalar_for_bucket

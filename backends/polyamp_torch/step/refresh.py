@@ -15,8 +15,8 @@ from polyamp.errors import ModelError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules.refresh import KnownParameter, RefreshPlan
-from polyamp_torch.precision.torch_only.module_paths import path_function
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.replicas import check_replicas
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts

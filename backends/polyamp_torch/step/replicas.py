@@ -21,8 +21,8 @@ from polyamp.rules import rank_comparison as of_ranks
 from polyamp.rules.loss_weights import TermTotals
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
 from polyamp_torch.distributed.engine import ParallelEngine
-from polyamp_torch.precision.torch_only.module_paths import path_function
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.grad_stats import can_read_without_sync, global_norm_and_finite
 
 ScalarOrTensor = float | torch.Tensor

@@ -22,14 +22,13 @@ from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import module_children, module_parameters
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
-from polyamp_torch.precision.policy_module import PolicyModule, module_device
-from polyamp_torch.precision.torch_only.module_paths import (
+from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy
+from polyamp_torch.precision.torch_only.named_parameters import check_parameter_listing, tree_parameters
+from polyamp_torch.precision.torch_only.unwrapped_paths import (
     parameter_leaves,
     path_function,
-    resolve_policy,
     unwrapped_paths,
 )
-from polyamp_torch.precision.torch_only.parameter_listing import check_parameter_listing, tree_parameters
 from polyamp_torch.step import optimizer_metadata, optimizers
 from polyamp_torch.step.parameter_writes import ParameterWriteTracker
 from polyamp_torch.step.replicas import find_replicas

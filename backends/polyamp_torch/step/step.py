@@ -19,7 +19,7 @@ from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, to_device
-from polyamp_torch.precision.torch_only.autocast_regions import shield
+from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import GradAccumulator, stack_aux
 from polyamp_torch.step.forward_backward import densify_gradients, scaled_backward, stash_grads
 from polyamp_torch.step.grad_stats import can_read_without_sync

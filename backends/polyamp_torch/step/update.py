@@ -22,7 +22,7 @@ from polyamp.rules import clip, step_checks
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
-from polyamp_torch.precision.torch_only.autocast_regions import shield
+from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step import optimizers
 from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.forward_backward import NamedGradients, stash_grads

@@ -16,7 +16,7 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_torch.arrays import to_device
-from polyamp_torch.precision.torch_only.autocast_regions import shield
+from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.compiled_graph import CompiledGraph, GraphGroups
 from polyamp_torch.step.torch_only.compiled_native_optimizer import CompiledNativeGraph

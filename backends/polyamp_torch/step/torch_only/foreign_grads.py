@@ -19,7 +19,7 @@ from torch import nn
 
 from polyamp_torch.compat import autograd_sequence_number
 from polyamp_torch.precision.torch_only.activation_checkpointing import RecomputedFunction
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 
 _EMPTY: Final = types.CellType()
 

@@ -13,8 +13,8 @@ import torch
 
 from polyamp.recipe.scaler import LossScaleState
 from polyamp_torch.arrays import as_tensor, fill_tensor, from_numpy, to_numpy
-from polyamp_torch.precision.torch_only.module_paths import path_function
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.torch_only import optimizer_state
 
 Array = np.ndarray[Any, Any]

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import polyamp
 from polyamp.errors import PolicyError
 from polyamp_torch.precision.autocast import autocast, carried
-from polyamp_torch.precision.torch_only.module_paths import unwrapped_paths
+from polyamp_torch.precision.torch_only.unwrapped_paths import unwrapped_paths
 
 BFLOAT16 = polyamp.Policy("mixed_bfloat16")
 ISLAND = BFLOAT16.replace(overrides={"2": "float32"})

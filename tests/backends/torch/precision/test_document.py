@@ -11,7 +11,7 @@ import pytest
 
 from polyamp.rules.float32_ops import OP_FAMILIES
 from polyamp_torch.precision.op_list import TORCH_ONLY_FAMILIES, TORCH_OP_FAMILIES
-from polyamp_torch.precision.torch_only.gathers import GATHER_FUNCTIONS
+from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "torch_autocast.md").read_text(encoding="utf-8")

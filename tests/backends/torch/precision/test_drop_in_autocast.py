@@ -18,7 +18,7 @@ from torch.nn import functional
 import polyamp
 from polyamp.errors import PolicyError
 from polyamp_torch import autocast, custom_bwd, custom_fwd
-from polyamp_torch.precision.torch_only.autocast_arguments import RegionError
+from polyamp_torch.precision.torch_only.autocast_argument_parsing import RegionError
 
 X = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 VALUES = {"device_type": "cpu", "dtype": torch.float16, "enabled": False, "cache_enabled": True}

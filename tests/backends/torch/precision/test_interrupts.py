@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import polyamp
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS, autocast_nesting
+from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, autocast_nesting
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 

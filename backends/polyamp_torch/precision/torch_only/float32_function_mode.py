@@ -1,4 +1,4 @@
-"""Float32 islands: inside autocast, the sensitive functions of `op_list` run in float32 (S4).
+"""Torch function mode that runs the sensitive functions of `op_list` in float32 inside autocast: the islands (S4).
 
 `Islands` is a `torch.overrides.TorchFunctionMode`. It acts only while autocast is enabled on its device type, so any
 region with `enabled=False` suspends it. `AutocastState` captures the state of autocast and its islands, to be restored
@@ -28,7 +28,7 @@ from polyamp_torch.precision.op_list import (
     find_rule,
 )
 from polyamp_torch.precision.torch_only import activation_checkpointing
-from polyamp_torch.precision.torch_only.gathers import gather_in_float32, gather_source
+from polyamp_torch.precision.torch_only.float32_gathers import gather_in_float32, gather_source
 from polyamp_torch.precision.torch_only.product_classification import classify_product, is_matrix_product
 
 _DEVICE_TESTS: Final[dict[str, Callable[[], bool]]] = {

@@ -1,4 +1,4 @@
-"""Module paths for a policy's overrides (S5): the model's paths without the prefixes of wrappers around modules.
+"""Paths of a model's modules and parameters without the prefixes of wrappers around modules (S5).
 
 `torch.compile`, data parallelism and checkpointing wrap a module in another one, whose attribute name for it becomes
 part of every path below. Wrappers are recognised by type, so a user's submodule named `module` keeps its name.
@@ -14,45 +14,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from polyamp.errors import UnsupportedError
-from polyamp.float_formats import HALF_DTYPES
-from polyamp.recipe.policy import Policy
-from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
 from polyamp_torch.compat import WRAPPER_CLASSES
-from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 
 _DDP_CLASS = DistributedDataParallel
-_IS_FLOATING_POINT = torch.Tensor.is_floating_point
-
-
-def resolve_policy(module: nn.Module, policy: Policy) -> ResolvedPolicy:
-    """Resolve a policy against a module's paths.
-
-    The root has no path here, so no glob overrides it.
-
-    Raises:
-        PolicyError: an override matches no module.
-        UnsupportedError: a module would compute in a dtype to which autocast does not cast its parameters.
-    """
-    inner = unwrapped_paths(module) if policy.overrides else {}
-    plan = policy.plan(inner, backend="torch")
-    for path, dtype in {"": plan.compute, **plan.overridden}.items():
-        part = module.get_submodule(inner[path].replace("/", ".")) if path else module
-        if not _can_compute_in(plan, dtype) and any(map(_IS_FLOATING_POINT, part.parameters())):
-            change = "mode='cast'" + (f", or drop overrides of {dtype}" if path else "")
-            raise UnsupportedError(
-                f"{f'the module {path!r}' if path else 'the model'} would have to compute in {dtype} over parameters "
-                f"of {plan.param}. torch.autocast casts float32 to 16 bits, and nothing else. Use "
-                f"{change if dtype != 'float64' else 'param=' + repr(dtype)}. Received: {policy}."
-            )
-    return plan
-
-
-def _can_compute_in(plan: ResolvedPolicy, dtype: str) -> bool:
-    if dtype == plan.param or dtype == "float64":
-        return dtype == plan.param
-    return plan.cast or (plan.param == "float32" and dtype in HALF_DTYPES)
 
 
 def path_function(module: nn.Module) -> Callable[[str], str]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import polyamp
 from polyamp.errors import UnsupportedError
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.torch_only.custom_function import custom_bwd, custom_fwd
+from polyamp_torch.precision.torch_only.custom_autograd_function import custom_bwd, custom_fwd
 
 BFLOAT16 = polyamp.Policy("mixed_bfloat16")
 Noted = list[tuple[str, torch.dtype, torch.dtype]]

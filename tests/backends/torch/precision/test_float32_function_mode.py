@@ -20,7 +20,7 @@ from polyamp_torch.precision.op_list import (
     TORCH_OP_FAMILIES,
     family_functions,
 )
-from polyamp_torch.precision.torch_only.gathers import GATHER_FUNCTIONS
+from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS
 
 BFLOAT16, FLOAT16 = polyamp.Policy("mixed_bfloat16"), polyamp.Policy("mixed_float16")

@@ -1,4 +1,4 @@
-"""`AutocastRegion`: an open autocast region, which always closes completely, even on a Ctrl-C in its own code.
+"""The stack of open autocast regions of a thread. A region always closes completely, even on a Ctrl-C in its own code.
 
 An interrupt may come between any two lines of Python, so also while a region is opened or closed; torch's own region
 then stays on for good. A region here records the previous state of its thread and restores exactly that:
@@ -34,7 +34,7 @@ from polyamp_torch.compat import (
     pop_mode,
     push_mode,
 )
-from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES, Islands, current_islands
+from polyamp_torch.precision.torch_only.float32_function_mode import DEVICE_TYPES, Islands, current_islands
 
 _WITH_INSTRUCTIONS: Final = ("BEFORE_WITH", "SETUP_WITH")
 """Opcodes of a `with` statement. Python 3.14 has another; `close_stale_blocks` then waits for the object's end."""
