@@ -25,6 +25,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.autograd import forward_ad
 from torch.optim import optimizer as _optimizers
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree, checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -172,6 +173,8 @@ top_saved_tensor_hooks: Final[Callable[[bool], Any] | None] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 """`(True)` -> the current hooks of saved tensors, (pack, unpack) or None; None if torch does not expose them (2.7)."""
+HAS_AUTOCAST_CACHE_KEYS: Final = TorchVersion(torch.__version__) >= "2.13"
+"""Whether the caches of torch's compiler have autocast's state of every device type in their keys."""
 REENTRANT_CODE: Final = checkpoint.CheckpointFunction.forward.__code__
 """The frame in which a checkpoint with `use_reentrant=True` runs its function, `ctx.run_function` of its `ctx`."""
 CHECKPOINT_HOOK_PREFIX: Final = "_checkpoint_hook."

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from polyamp.errors import LossError
 from polyamp_torch.arrays import dtype_name, from_numpy
-from polyamp_torch.precision.torch_only.float32_function_mode import without_islands
+from polyamp_torch.precision.torch_only.float32_islands import without_islands
 
 
 class TorchLosses:

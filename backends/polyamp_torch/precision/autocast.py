@@ -28,7 +28,8 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import (
     innermost_region,
     weak_owner_reference,
 )
-from polyamp_torch.precision.torch_only.float32_function_mode import (
+from polyamp_torch.precision.torch_only.float32_islands import (
+    backward_islands,
     capture_autocast_state,
     current_islands,
     device_types,
@@ -194,7 +195,7 @@ def place_region(place: ModulePrecision, device_type: str) -> contextlib.Abstrac
 
 def backward_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
     """Return a context manager for a backward pass: regions that its hooks and custom functions open have islands."""
-    return islands(device_type) if plan.mixes and plan.kept else NULL_CONTEXT
+    return backward_islands(device_type) if plan.mixes and plan.kept else NULL_CONTEXT
 
 
 def is_region_open(place: ModulePrecision, device_type: str) -> bool:

@@ -113,10 +113,10 @@ TORCH_OP_FAMILIES: Final = (
     TorchOpFamily("cumulative sums", "cumsum cumprod", on_cuda=True),
     TorchOpFamily("cumulative sums", "logcumsumexp cumulative_trapezoid"),
     TorchOpFamily("softmax", "softmax log_softmax softmin", on_cuda=True),
-    TorchOpFamily("softmax", "logsumexp gumbel_softmax"),
+    TorchOpFamily("softmax", "logsumexp"),
     TorchOpFamily("softmax", "softmax log_softmax", (torch.sparse,)),
     TorchOpFamily("normalisation", "layer_norm native_layer_norm group_norm normalize norm renorm", on_cuda=True),
-    TorchOpFamily("normalisation", "rms_norm native_group_norm local_response_norm"),
+    TorchOpFamily("normalisation", "rms_norm native_group_norm"),
     TorchOpFamily("normalisation", "batch_norm native_batch_norm instance_norm", rule="statistics"),
     TorchOpFamily("normalisation", "norm vector_norm matrix_norm", (torch.linalg,), rule="isolate"),
     TorchOpFamily(
@@ -126,9 +126,7 @@ TORCH_OP_FAMILIES: Final = (
         "nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
         on_cuda=True,
     ),
-    TorchOpFamily(
-        "losses", "ctc_loss gaussian_nll_loss huber_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss"
-    ),
+    TorchOpFamily("losses", "ctc_loss huber_loss triplet_margin_with_distance_loss"),
     TorchOpFamily("distances", "cosine_similarity dist pdist", on_cuda=True),
     TorchOpFamily("distances", "pairwise_distance"),
     TorchOpFamily("distances", "cdist", rule="isolate"),
@@ -194,6 +192,8 @@ FUNCTIONS_WITHOUT_DISPATCH: Final[dict[TorchFunction, TorchFunction]] = {
     for function in (
         *(functional.multi_head_attention_forward, _LINEAR_CROSS_ENTROPY, *BACKWARD_FUNCTIONS),
         *(functional.embedding, functional.embedding_bag),  # they may write to the weight before they read it
+        *(functional.gumbel_softmax, functional.local_response_norm),
+        *(functional.gaussian_nll_loss, functional.multilabel_soft_margin_loss),
     )
     if function is not None
 }

@@ -24,7 +24,7 @@ from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_root_region_open, root_region
 from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, RegionBlock
-from polyamp_torch.precision.torch_only.float32_function_mode import islands
+from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
 from polyamp_torch.precision.torch_only.policy_installation import InstallationBlock, PolicyInstallation
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function, unwrapped_paths
@@ -90,7 +90,9 @@ class PolicyModule:
         return iter(self._module)  # type: ignore[call-overload, no-any-return]  # nn.Sequential and its like
 
     def __repr__(self) -> str:
-        return f"PolicyModule({self._module!r}, {self._plan.policy!r})"
+        acts = self._plan.mixes and self._plan.kept
+        islands = f", float32_islands={'kernels' if uses_kernels() else 'mode'!r}" if acts else ""
+        return f"PolicyModule({self._module!r}, {self._plan.policy!r}{islands})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PolicyModule, (self._module, self._plan, self._device)  # copies and pickles hold no lock

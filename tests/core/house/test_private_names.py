@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 DOOR = "compat.py"
-ROOMS_WITH_A_DOOR = {("polyamp_torch", "distributed"), ("polyamp_jax", "models")}
-"""What one device never imports, or is of one library, has a door of its own, under the same name."""
+ROOMS_WITH_A_DOOR = {("polyamp_torch", "distributed"), ("precision", "torch_only"), ("polyamp_jax", "models")}
+"""What one device never imports, or is of one library or of the dispatcher, has a door under the same name."""
 FRAMEWORKS = {
     "polyamp_jax": ("jax", "jaxlib", "flax", "optax", "equinox", "haiku"),
     "polyamp_torch": ("torch", "accelerate", "lightning"),

@@ -9,7 +9,7 @@ import torch
 from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import PRESETS, LossScaler
-from polyamp_torch.precision.torch_only.float32_function_mode import DEVICE_TYPES
+from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES
 
 _SCALER_NAMES: Final = ("dynamic", "off", *PRESETS)
 """Scaler names that a recipe accepts."""

@@ -30,11 +30,14 @@ from polyamp_torch.compat import (
     TorchAutocast,
     eager_backward,
     open_mode_count,
-    open_modes,
-    pop_mode,
-    push_mode,
 )
-from polyamp_torch.precision.torch_only.float32_function_mode import DEVICE_TYPES, Islands, current_islands
+from polyamp_torch.precision.torch_only.float32_islands import (
+    DEVICE_TYPES,
+    Islands,
+    close_interrupted_modes,
+    current_islands,
+    make_islands,
+)
 
 _WITH_INSTRUCTIONS: Final = ("BEFORE_WITH", "SETUP_WITH")
 """Opcodes of a `with` statement. Python 3.14 has another; `close_stale_blocks` then waits for the object's end."""
@@ -165,7 +168,7 @@ class AutocastRegion(RegionBlock):
         self.setting = setting
         self.outer = outer
         self.islands: Islands | None = None
-        self._is_pushed = False
+        self._is_new = False
         self._settings: list[contextlib.AbstractContextManager[None]] = []
 
     def open(self) -> None:
@@ -180,13 +183,13 @@ class AutocastRegion(RegionBlock):
             TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
             return
         TorchAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
-        mode = current_islands(kind)
-        if mode is None and acting:
-            self.islands, self._is_pushed = Islands(kind), True
-            push_mode(self.islands)
-        elif mode is not None and mode.acting is not acting:
-            self.islands = mode
-            mode.acting = acting
+        current = current_islands(kind)
+        if current is None and acting:
+            self.islands, self._is_new = make_islands(kind), True
+            self.islands.open()
+        elif current is not None and current.acting is not acting:
+            self.islands = current
+            current.switch(acting)
         compiled = eager_backward()
         if compiled is not NULL_CONTEXT:
             self._settings.append(compiled)  # first: an interrupt may come right after its __enter__
@@ -202,10 +205,10 @@ class AutocastRegion(RegionBlock):
         for setting in reversed(self._settings):
             setting.__exit__(None, None, None)
         if self.islands is not None:
-            self.islands.acting = not self.setting.acting
-            if self._is_pushed:
-                self.islands.closed = True
-                _remove_mode(self.islands)
+            if self._is_new:
+                self.islands.close()
+            else:
+                self.islands.switch(not self.setting.acting)
         torch.set_autocast_enabled(self.setting.device_type, enabled)
         torch.set_autocast_dtype(self.setting.device_type, dtype)
         torch.set_autocast_cache_enabled(cache)
@@ -239,9 +242,7 @@ def close_stale_blocks() -> None:
         while blocks and blocks[-1].left_behind():
             blocks[-1].close(interrupted=True)
     if open_mode_count():
-        for mode in open_modes():
-            if isinstance(mode, Islands) and mode.closed:
-                _remove_mode(mode)
+        close_interrupted_modes()
 
 
 def innermost_region(owner: Any) -> RegionBlock | None:
@@ -271,17 +272,3 @@ def _decrease_nesting(wanted: int, *, once: bool) -> None:
             torch.clear_autocast_cache()
         if once:
             return
-
-
-def _remove_mode(mode: Islands) -> None:
-    """Remove every occurrence of a mode from the stack, and keep the others."""
-    stack = open_modes()
-    if stack and stack[-1] is mode:
-        pop_mode()
-        stack.pop()
-    if mode in stack:
-        for _ in stack:
-            pop_mode()
-        for entry in stack:
-            if entry is not mode:
-                push_mode(entry)

@@ -18,7 +18,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import is_castable
 from polyamp_torch.compat import TorchAutocast, assume_constant_result, get_custom_fwd_state, set_custom_fwd_state
-from polyamp_torch.precision.torch_only.float32_function_mode import (
+from polyamp_torch.precision.torch_only.float32_islands import (
     DEVICE_TYPES,
     AutocastState,
     capture_autocast_state,

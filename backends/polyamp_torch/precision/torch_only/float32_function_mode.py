@@ -1,23 +1,21 @@
 """Torch function mode that runs the sensitive functions of `op_list` in float32 inside autocast: the islands (S4).
 
-`Islands` is a `torch.overrides.TorchFunctionMode`. It acts only while autocast is enabled on its device type, so any
-region with `enabled=False` suspends it. `AutocastState` captures the state of autocast and its islands, to be restored
-elsewhere.
+`torch.compile` traces it, and older versions of torch run it in eager code, too. It acts only while autocast is enabled
+on its device type, so any region with `enabled=False` suspends it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
-from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, eager_backward, open_modes, pop_mode, push_mode
+from polyamp_torch.compat import TorchAutocast, open_modes, pop_mode, push_mode
 from polyamp_torch.precision.op_list import (
     BACKWARD_FUNCTIONS,
     CUDA_RULE_BY_FUNCTION,
@@ -31,13 +29,6 @@ from polyamp_torch.precision.torch_only import activation_checkpointing
 from polyamp_torch.precision.torch_only.float32_gathers import gather_in_float32, gather_source
 from polyamp_torch.precision.torch_only.product_classification import classify_product, is_matrix_product
 
-_DEVICE_TESTS: Final[dict[str, Callable[[], bool]]] = {
-    "cpu": lambda: True,
-    "cuda": lambda: torch.cuda.is_available(),
-    "mps": lambda: torch.backends.mps.is_available(),
-    "xpu": lambda: torch.xpu.is_available(),
-}
-DEVICE_TYPES: Final = tuple(_DEVICE_TESTS)
 _AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
 """The dtypes that autocast casts from and to."""
 _SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
@@ -48,11 +39,14 @@ _FUNCTION_METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
 """The methods of a `torch.autograd.Function` that run in the forward pass."""
 
 
-class Islands(TorchFunctionMode):
+class IslandsMode(TorchFunctionMode):
     """Mode that runs the sensitive functions in float32 on tensors of one device type, while autocast is enabled there.
 
-    Attributes:
+    Args:
         device_type: "cpu", "cuda", ...
+        reopen: makes a context manager that opens the islands again, for activation checkpointing.
+
+    Attributes:
         acting: False while a region with torch's own op list is open inside.
         key: identifies the islands of this device type for `carry_into_checkpoint`.
         rules: the rule of each sensitive function.
@@ -60,13 +54,27 @@ class Islands(TorchFunctionMode):
             interrupted there, it returns to the stack after its block has ended, and then does nothing.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, reopen: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self.device_type = device_type
+        self.reopen = reopen
         self.acting = True
         self.closed = False
         self.key = ("islands", device_type)
         self.rules = CUDA_RULE_BY_FUNCTION if device_type == "cuda" else RULE_BY_FUNCTION
+
+    def switch(self, acting: bool) -> None:
+        """Let the mode act, or not."""
+        self.acting = acting
+
+    def open(self) -> None:
+        """Let the mode act in this thread."""
+        push_mode(self)
+
+    def close(self) -> None:
+        """End what `open` began. A second call has no effect."""
+        self.closed = True
+        remove_mode(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a call of a torch function; most calls run unchanged."""
@@ -121,7 +129,7 @@ class Islands(TorchFunctionMode):
 
     def _carry_into_checkpoint(self) -> None:
         if not torch.compiler.is_compiling():
-            activation_checkpointing.carry_into_checkpoint(self.key, self._reopen)
+            activation_checkpointing.carry_into_checkpoint(self.key, self.reopen)
 
     def _enter_function(self, rule: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function that is not sensitive itself, but calls sensitive functions."""
@@ -129,7 +137,7 @@ class Islands(TorchFunctionMode):
         if rule == "unflatten":
             return torch.unflatten(*args, **kwargs)
         if rule == "grad_mode" and self.acting and not compiling and args == (False,):
-            activation_checkpointing.carry_into_reentrant(self.key, self._reopen)
+            activation_checkpointing.carry_into_reentrant(self.key, self.reopen)
         if rule == "function" and not compiling:
             return func(self._wrap_autograd_function(args[0]), *args[1:], **kwargs)
         plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses may override
@@ -166,9 +174,6 @@ class Islands(TorchFunctionMode):
         ]
         return type(function.__name__, (function,), {name: wrap(name) for name in own})
 
-    def _reopen(self) -> contextlib.AbstractContextManager[None]:
-        return islands(self.device_type)
-
 
 def _flat_tensors(values: Any) -> list[torch.Tensor]:
     found = []
@@ -192,97 +197,15 @@ def _has_result_dtype(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("dtype") is not None or kwargs.get("out") is not None
 
 
-def current_islands(device_type: str) -> Islands | None:
-    """Return the islands of a device type that are open in this thread, or None."""
-    for mode in open_modes():
-        if isinstance(mode, Islands) and mode.device_type == device_type and not mode.closed:
-            return mode
-    return None
-
-
-@contextlib.contextmanager
-def islands(device_type: str, *, acting: bool = True) -> Iterator[None]:
-    """Context manager in which the islands of a device type act, or, with `acting=False`, do not."""
-    mode = current_islands(device_type)
-    if mode is None and acting:
-        with Islands(device_type):
-            yield
-    elif mode is None or mode.acting is acting:
-        yield
-    else:
-        mode.acting = acting
-        try:
-            yield
-        finally:
-            mode.acting = not acting
-
-
-@contextlib.contextmanager
-def without_islands() -> Iterator[None]:
-    """Context manager around code that computes in float32 by itself: it takes the innermost islands off the stack."""
-    stack = () if torch.compiler.is_compiling() else open_modes()
-    if not stack or not isinstance(stack[-1], Islands):
-        yield
-        return
-    pop_mode()
-    try:
-        yield
-    finally:
-        push_mode(stack[-1])
-
-
-class DeviceAutocastState(NamedTuple):
-    """State of autocast on one device type."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    islands: bool
-
-
-class AutocastState(NamedTuple):
-    """State of autocast in one thread at one moment.
-
-    Attributes:
-        regions: the state on each device type of this machine.
-        cache: whether torch's weight cache is on.
-        has_islands: whether islands act on any device type, so that the region is polyamp's.
-    """
-
-    regions: tuple[DeviceAutocastState, ...]
-    cache: bool
-    has_islands: bool
-
-
-@functools.cache
-def device_types() -> tuple[str, ...]:
-    """Return the device types of this machine."""
-    return tuple(kind for kind, available in _DEVICE_TESTS.items() if available())
-
-
-def capture_autocast_state(kinds: tuple[str, ...] | None = None) -> AutocastState:
-    """Return the state of the calling thread, on all device types or on `kinds`."""
-    regions = []
-    for kind in device_types() if kinds is None else kinds:
-        mode = current_islands(kind)
-        acting = mode is not None and mode.acting
-        regions.append(
-            DeviceAutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), acting)
-        )
-    return AutocastState(tuple(regions), torch.is_autocast_cache_enabled(), any(region.islands for region in regions))
-
-
-@contextlib.contextmanager
-def restore_autocast_state(state: AutocastState) -> Iterator[None]:
-    """Context manager that restores a captured state, in any thread."""
-    if not state.regions:
-        with eager_backward() if state.has_islands else NULL_CONTEXT:
-            yield
-        return
-    first, *others = state.regions
-    with (
-        TorchAutocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
-        islands(first.device_type, acting=first.islands),
-        restore_autocast_state(state._replace(regions=tuple(others))),
-    ):
-        yield
+def remove_mode(mode: IslandsMode) -> None:
+    """Remove every occurrence of a mode from the stack of this thread, and keep the others."""
+    stack = open_modes()
+    if stack and stack[-1] is mode:
+        pop_mode()
+        stack.pop()
+    if mode in stack:
+        for _ in stack:
+            pop_mode()
+        for entry in stack:
+            if entry is not mode:
+                push_mode(entry)

@@ -104,7 +104,7 @@ def _take_along_dim(
     return _gather(source, dim, indices.expand(shape))
 
 
-_FLOAT32_GATHERS: Final[dict[Any, Callable[..., torch.Tensor]]] = {
+FLOAT32_GATHERS: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gather),
     **dict.fromkeys((torch.take, torch.Tensor.take), _take),
     **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _take_along_dim),
@@ -119,8 +119,8 @@ def gather_in_float32(function: Any, args: Any, kwargs: dict[str, Any], narrow: 
     The float32 copies live only during the call: neither a cast nor the functions called here save their input.
     `gather` would, so it has its own rule.
     """
-    if function in _FLOAT32_GATHERS:
-        return _FLOAT32_GATHERS[function](*args, **kwargs)
+    if function in FLOAT32_GATHERS:
+        return FLOAT32_GATHERS[function](*args, **kwargs)
     wide = narrow.float()
     args = [wide if value is narrow else value for value in args]
     kwargs = {name: wide if value is narrow else value for name, value in kwargs.items()}

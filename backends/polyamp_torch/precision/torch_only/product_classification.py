@@ -153,7 +153,7 @@ def _letters_from_numbers(numbers: Any) -> str:
 _CLASSIFIER_BY_NAME: Final[dict[str, _Classifier]] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm", "mv"), _matmul),
     "__rmatmul__": _reversed_matmul,
-    **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), _addmm),
+    **dict.fromkeys(("addmv", "baddbmm", "addbmm"), _addmm),
     "addr": _outer,
     **dict.fromkeys(("dot", "vdot", "vecdot"), _dot),
     "inner": _inner,

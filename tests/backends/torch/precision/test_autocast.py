@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import polyamp
 from polyamp.errors import UnsupportedError
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.torch_only.float32_function_mode import current_islands
+from polyamp_torch.precision.torch_only.float32_islands import current_islands
 
 BFLOAT16, FLOAT16, FLOAT32 = (polyamp.Policy(name) for name in ("mixed_bfloat16", "mixed_float16", "float32"))
 NATIVE = BFLOAT16.replace(op_list="native")

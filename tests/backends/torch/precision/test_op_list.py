@@ -15,10 +15,10 @@ NO_SUMS = {
     *("cross", "diagonal", "vander"),  # elementwise, a view, powers of small integers
 }
 NAMED = (
-    *(functional.softmax, functional.log_softmax, torch.logsumexp, functional.gumbel_softmax, torch.exp, torch.log),
+    *(functional.softmax, functional.log_softmax, torch.logsumexp, torch.exp, torch.log),
     *(torch.pow, torch.rsqrt, torch.reciprocal, torch.sum, torch.mean, torch.prod, torch.var, torch.std, torch.cumsum),
     *(functional.layer_norm, functional.rms_norm, functional.group_norm, functional.batch_norm, torch.norm),
-    *(functional.instance_norm, functional.local_response_norm, functional.normalize),
+    *(functional.instance_norm, functional.normalize),
     *(functional.cross_entropy, functional.mse_loss, functional.l1_loss, functional.huber_loss, functional.kl_div),
     *(functional.nll_loss, functional.smooth_l1_loss, functional.binary_cross_entropy, functional.ctc_loss),
     *(functional.binary_cross_entropy_with_logits, torch.cdist, functional.cosine_similarity),

@@ -1,0 +1,104 @@
+"""Access to the private names of torch's dispatcher; the package's `compat` has those of the rest.
+
+Torch 2.13 is relied on: a dispatch key in the state of a thread is included or excluded; autocast for a custom device
+is on where its key is not excluded; `torch.library` takes kernels for any key of an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+from polyamp_torch.compat import skip_compilation
+
+Kernel = Callable[..., Any]
+KernelMaker = Callable[[Kernel], Kernel]
+
+_KEY_NAME: Final = "AutocastPrivateUse1"
+_KEY: Final = getattr(torch._C.DispatchKey, _KEY_NAME)
+_TRANSFORM_KEY_NAME: Final = "FuncTorchDynamicLayerFrontMode"
+"""The key that is first in every call under one of `torch.func`'s transforms."""
+_CUSTOM_DEVICE: Final = "privateuseone"
+"""torch's name of the custom device while no library has named it after its own."""
+
+include_key = functools.partial(torch._C._dispatch_tls_set_dispatch_key_included, _KEY)
+"""Let (True) or do not let the kernels run for tensors of every device in this thread."""
+exclude_key = functools.partial(torch._C._dispatch_tls_set_dispatch_key_excluded, _KEY)
+"""Keep (True) or do not keep the kernels from running in this thread, which counts more than `include_key`."""
+_is_included = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, _KEY)
+_is_excluded = functools.partial(torch._C._dispatch_tls_is_dispatch_key_excluded, _KEY)
+AutocastOff: Final[Any] = torch._C._DisableAutocast
+"""Context manager in which autocast is off on every device type, and so are the kernels."""
+running_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
+"""Number of the backward pass that runs in this thread, or -1."""
+ENGINE_CODE: Final = _engine_run_backward.__code__
+"""The Python code from which autograd's engine runs its formulas."""
+nested_from_mask: Final[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = torch._nested_tensor_from_mask
+"""(padded, mask that is True at rows) -> nested tensor."""
+
+SPARSE_PREFIX: Final = "_sparse_"
+OPERATION_NAMES: Final = {
+    "logsigmoid": ("log_sigmoid",),
+    "cross_entropy": ("cross_entropy_loss",),
+    "nll_loss": ("nll_loss", "nll_loss_nd"),
+    "lu": ("_lu_with_info",),
+    "softmax": ("softmax", "_softmax"),
+    "log_softmax": ("log_softmax", "_log_softmax"),
+}
+"""Names of operations that differ from those of the functions, or that C++ calls in their place."""
+FUSED_ATTENTION: Final = "_native_multi_head_attention"
+FUSED_ENCODER_LAYER: Final = "_transformer_encoder_layer_fwd"
+
+
+def has_custom_device() -> bool:
+    """Return whether a library serves a custom device, whose autocast has the key of the kernels."""
+    return torch._C._get_privateuse1_backend_name() != _CUSTOM_DEVICE
+
+
+def register_kernels(makers: Mapping[str, KernelMaker], faster_calls: Mapping[str, Kernel]) -> tuple[Any, ...]:
+    """Register the kernel of each named operation, in all its forms but in-place ones and `out=`.
+
+    Args:
+        makers: name -> maker of the kernel, given the operation to call. Names that torch lacks are skipped.
+        faster_calls: name of a form -> a function that does the same as the operation, with less work in Python.
+
+    Returns:
+        torch's libraries; the registration ends with them.
+    """
+    make_library: Any = torch.library.Library  # torch does not annotate it
+    others, library = make_library("_", "IMPL"), make_library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    known = set(torch._C._dispatch_get_all_op_names())  # TorchScript has more
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has one kernel under the transforms' key, which is called here
+        for name, make in makers.items():
+            packet = getattr(torch.ops.aten, name, None)
+            for overload in () if packet is None else packet.overloads():
+                operation = getattr(packet, overload)
+                if operation.name() in known and _computes_from_tensors(operation._schema):
+                    kernel = make(faster_calls.get(operation.name(), operation._op))
+                    first = _before_transforms(kernel, torch.library.get_kernel(operation, _TRANSFORM_KEY_NAME))
+                    skip_compilation(kernel, first)
+                    library.impl(operation, kernel, _KEY_NAME)
+                    library.impl(operation, first, _TRANSFORM_KEY_NAME, with_keyset=True)
+    return others, library
+
+
+def _computes_from_tensors(schema: Any) -> bool:
+    return not schema.is_mutable and any("Tensor" in str(argument.type) for argument in schema.arguments)
+
+
+def _before_transforms(kernel: Kernel, plain: Any) -> Kernel:
+    """Return the kernel for `torch.func`, whose transforms replace an operation by others: first the islands."""
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_excluded() or not _is_included():
+            return plain.call_boxed(keyset, *args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return call
