@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from polyamp_torch.compat import skip_compilation
+from polyamp_torch.compat import skip_compilation, top_saved_tensor_hooks
 
 Kernel = Callable[..., Any]
 KernelMaker = Callable[[Kernel], Kernel]
@@ -36,6 +36,8 @@ AutocastOff: Final[Any] = torch._C._DisableAutocast
 """Context manager in which autocast is off on every device type, and so are the kernels."""
 running_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
 """Number of the backward pass that runs in this thread, or -1."""
+saved_tensor_hooks: Final[Callable[[bool], Any]] = top_saved_tensor_hooks or (lambda _: None)
+"""`(True)` -> the current hooks of saved tensors, or None; torch 2.13 has them."""
 ENGINE_CODE: Final = _engine_run_backward.__code__
 """The Python code from which autograd's engine runs its formulas."""
 nested_from_mask: Final[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = torch._nested_tensor_from_mask

@@ -40,6 +40,7 @@ from polyamp_torch.precision.torch_only.compat import (
     include_key,
     register_kernels,
     running_backward,
+    saved_tensor_hooks,
 )
 from polyamp_torch.precision.torch_only.float32_gathers import FLOAT32_GATHERS, gather_source
 from polyamp_torch.precision.torch_only.fused_attention import encoder_layer, multi_head_attention
@@ -134,6 +135,8 @@ def _caller() -> CodeType | None:
 
 
 def _carry_into_checkpoint(device_type: str) -> None:
+    if saved_tensor_hooks(True) is None and torch.is_grad_enabled():
+        return
     if not torch.compiler.is_compiling():
         islands = _THREAD.islands[device_type]
         reentrant = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -163,16 +166,17 @@ def _narrow_device(args: Any) -> str | None:
     return None
 
 
-def _call_in_float32(call: Kernel, args: Any, kwargs: dict[str, Any], device_type: str) -> Any:
-    def widen(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.float() if value.dtype in HALF_TENSOR_DTYPES and value.device.type == device_type else value
-        if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):  # operands, an LSTM's weights
-            return [widen(item) for item in value]
-        return value
+def _call_in_float32(call: Kernel, args: Any, kwargs: dict[str, Any]) -> Any:
+    args = [_to_float32(value) for value in args]
+    return call(*args, **{name: _to_float32(value) for name, value in kwargs.items()}) if kwargs else call(*args)
 
-    args = [widen(value) for value in args]
-    return call(*args, **{name: widen(value) for name, value in kwargs.items()}) if kwargs else call(*args)
+
+def _to_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in HALF_TENSOR_DTYPES else value
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):  # operands, the weights of an LSTM
+        return [_to_float32(item) for item in value]
+    return value
 
 
 # Makers of kernels: each takes the operation to call and returns its kernel, in which the key is off. The key is
@@ -186,10 +190,10 @@ def _widen(call: Kernel, *, on_cuda: bool) -> Kernel:
         try:
             exclude_key(True)
             kind = _narrow_device(args)
-            if kind is None or (on_cuda and kind == "cuda") or kwargs.get("dtype") is not None or not _acts(kind):
+            if kind is None or (on_cuda and kind == "cuda") or (kwargs and "dtype" in kwargs) or not _acts(kind):
                 return call(*args, **kwargs)
             _carry_into_checkpoint(kind)
-            return _call_in_float32(call, args, kwargs, kind)
+            return _call_in_float32(call, args, kwargs)
         finally:
             exclude_key(False)
 
@@ -204,11 +208,11 @@ def _isolate(call: Kernel) -> Kernel:
             exclude_key(True)
             tensors = _tensors(args)
             kind = tensors[0].device.type if tensors else "cpu"
-            if kwargs.get("dtype") is not None or not _acts(kind):
+            if "dtype" in kwargs or not _acts(kind):
                 return call(*args, **kwargs)
             _carry_into_checkpoint(kind)
             with AutocastOff():
-                return _call_in_float32(call, args, kwargs, kind)
+                return _call_in_float32(call, args, kwargs)
         finally:
             exclude_key(False)
 
@@ -257,7 +261,7 @@ def _product(call: Kernel, classify: Callable[..., ProductKind | None]) -> Kerne
             _carry_into_checkpoint(kind)
             with AutocastOff():
                 if product == "sum" or len(dtypes) > 1:
-                    return _call_in_float32(call, args, kwargs, kind)
+                    return _call_in_float32(call, args, kwargs)
                 return call(*args, **kwargs)
         finally:
             exclude_key(False)
@@ -392,7 +396,14 @@ def _kernel_makers() -> Iterator[tuple[str, KernelMaker]]:
     yield FUSED_ENCODER_LAYER, functools.partial(_fused, composition=encoder_layer)
 
 
-_FASTER_CALLS: Final[dict[str, Kernel]] = {"aten::matmul": torch.matmul, "aten::softmax.int": torch.softmax}
+_FASTER_CALLS: Final[dict[str, Kernel]] = {
+    f"aten::{form}": getattr(torch, form.partition(".")[0])
+    for form in (
+        *("matmul", "bmm", "embedding", "layer_norm", "batch_norm", "softmax.int", "log_softmax.int", "exp", "log"),
+        *("sum", "sum.dim_IntList", "mean", "mean.dim", "pow.Tensor_Scalar", "rsqrt", "sigmoid"),
+    )
+}
+"""Frequent operations in the forms that Python calls: their functions parse arguments faster than `torch.ops`."""
 
 
 @functools.cache
