@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch import _ops
 from torch.autograd.graph import _engine_run_backward
 
 from polyamp_torch.compat import skip_compilation, top_saved_tensor_hooks
@@ -75,6 +76,7 @@ def register_kernels(makers: Mapping[str, KernelMaker], faster_calls: Mapping[st
     make_library: Any = torch.library.Library  # torch does not annotate it
     others, library = make_library("_", "IMPL"), make_library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    _let_higher_order_operators_pass()
     known = set(torch._C._dispatch_get_all_op_names())  # TorchScript has more
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has one kernel under the transforms' key, which is called here
@@ -89,6 +91,17 @@ def register_kernels(makers: Mapping[str, KernelMaker], faster_calls: Mapping[st
                     library.impl(operation, kernel, _KEY_NAME)
                     library.impl(operation, first, _TRANSFORM_KEY_NAME, with_keyset=True)
     return others, library
+
+
+def _let_higher_order_operators_pass() -> None:
+    """Let operators that take functions (`flex_attention`, `cond`) ignore the key, as they do those of other devices.
+
+    They are dispatched in Python, where the fallback of the key is unknown; those to come read a list of torch's.
+    """
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+    operators: Any = _ops._higher_order_ops.values()
+    for operator in operators:
+        operator.fallthrough(_KEY)
 
 
 def _computes_from_tensors(schema: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 import polyamp
 from polyamp_torch.precision.autocast import autocast
@@ -106,6 +107,18 @@ def script_softmax(x: torch.Tensor) -> torch.Tensor:
 def test_s04_callers_that_are_not_python_are_seen() -> None:
     assert [t.dtype for t in run(torch.jit.script(script_softmax), X)] == [torch.float32]
     assert [t.dtype for t in run(torch.ops.aten.softmax.int, X, -1)] == [torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_s04_operators_that_take_functions_ignore_the_key() -> None:
+    """torch dispatches them in Python, by lists of keys."""
+    q = torch.randn(1, 1, 8, 4)
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1)
+
+    assert [t.dtype for t in run(torch.cond, torch.tensor(True), branch, torch.exp, (X,))] == [torch.float32]
+    assert [t.dtype for t in run(flex_attention, q, q, q)] == [torch.bfloat16], "attention, a matrix product"
 
 
 TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Any]] = {
