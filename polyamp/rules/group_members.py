@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import RecipeError
-from polyamp.recipe import module_aliases, overrides
+from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.groups import RATE_FIELDS, Group
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
@@ -167,7 +167,7 @@ def _parameter_names(
 ) -> dict[str, tuple[str, ...]]:
     """Return all paths and aliases of each parameter, by its path."""
     places = [leaf.called or (leaf.path,) for leaf in leaves]
-    names = module_aliases.expand_aliases(recipe.policy.aliases, backend, places, modules)
+    names = path_aliases.expand_aliases(recipe.policy.aliases, backend, places, modules)
     return {leaf.path: own for leaf, own in zip(leaves, names, strict=True)}
 
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Final, Literal
 
-from polyamp.parity.findings import Comparison, Divergence, Environment, Failure, Findings, SideValues
+from polyamp.parity.report_data import Comparison, Divergence, Environment, Failure, Findings, SideValues
 
 Outcome = Literal["agree", "differ", "unfinished"]
 OUTCOME_TEXTS: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}

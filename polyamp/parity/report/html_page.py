@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from polyamp.errors import ArgumentError
 from polyamp.files import write_atomically
-from polyamp.parity.findings import Comparison, ComparisonRow, Findings, encode_report
 from polyamp.parity.report import formatting, html_sections
+from polyamp.parity.report_data import Comparison, ComparisonRow, Findings, encode_report
 
 _TEMPLATE_FOLDER: Final = Path(__file__).parent / "template"
 MAX_PAGE_BYTES: Final = 490_000
@@ -40,7 +40,7 @@ def save_report(report: Findings, folder: Path) -> Path:
         if "jinja2" not in absent:
             write_atomically(folder / "report.html", render_html(report).encode())
         if "matplotlib" not in absent:
-            from polyamp.parity.report.picture import draw
+            from polyamp.parity.report.png_charts import draw
 
             write_atomically(folder / "report.png", draw(report))
     except OSError as error:

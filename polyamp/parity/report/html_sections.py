@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from polyamp.parity.findings import Comparison, ComparisonRow, Curve, Divergence, Findings
 from polyamp.parity.report import formatting, html_charts
+from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence, Findings
 
 _STAGE_TITLES: Final = {"forward": "forward", "backward": "backward", "update": "update"}
 _CURVE_TITLES: Final = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from polyamp.display import html_table
-from polyamp.parity.findings import (
+from polyamp.parity.report_data import (
     Comparison,
     ComparisonRow,
     Curve,

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from polyamp.parity.findings import Divergence, DivergenceKind, SideValues
 from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.report_data import Divergence, DivergenceKind, SideValues
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.hidden_modules import is_absent

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.parity.findings import Comparison, ComparisonRow, Divergence
 from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
+from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
 from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
-from polyamp.porting.matching import attention_groups, neighbours
+from polyamp.porting.matching import attention_groups, neighbour_pairing
 from polyamp.porting.matching.layer_fit import LayerFit, find_layer_fit
 from polyamp.porting.matching.module_tree import ModuleNode, build_module_tree, count_values, is_in_call_order
 from polyamp.porting.matching.pairing import pair_nodes
@@ -242,7 +242,7 @@ def _pair_by_neighbours(found: Matching) -> None:
     convolutions next to them contradict the match."""
     _drop_doubtful_pairs(found)
     for group in list(found.indistinguishable):
-        couples = neighbours.pair_by_neighbours(
+        couples = neighbour_pairing.pair_by_neighbours(
             *group, [(each.source, each.target) for each in found.pairs], _all_layers(found)
         )
         fits = [find_layer_fit(one, other) for one, other in couples or ()]
@@ -260,7 +260,7 @@ def _drop_doubtful_pairs(found: Matching) -> None:
     for each in norms:
         groups.setdefault((count_values(each.source), each.fit.source.kind), []).append(each)
     for group in groups.values():
-        neighbour_index = neighbours.NeighbourIndex(others, [each.target for each in group], _all_layers(found))
+        neighbour_index = neighbour_pairing.NeighbourIndex(others, [each.target for each in group], _all_layers(found))
         said = [(neighbour_index.find_partner(each.source), each.target) for each in group]
         if any(partner is not None and partner is not target for partner, target in said):
             found.pairs = [each for each in found.pairs if all(each is not one for one in group)]

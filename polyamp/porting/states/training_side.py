@@ -19,7 +19,7 @@ from polyamp.errors import ArgumentError, CheckpointError, PortError, Unsupporte
 from polyamp.porting.layouts.converter import Converter, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Array
-from polyamp.porting.states.metadata import read_state_metadata as read_description
+from polyamp.porting.states.checkpoint_metadata import read_state_metadata as read_description
 from polyamp.porting.states.optimizer_layout import (
     HasStateConverter,
     NativeTraining,

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import CheckpointError, ReplicaError
-from polyamp.rules import random_streams
+from polyamp.rules import resume_rng_seeds
 from tests import ranks
 
 ENGINES = ("ddp", "fsdp2", "hsdp", "tensor_parallel", "fsdp2+tensor_parallel")
@@ -179,7 +179,7 @@ def test_s33_two_ranks_and_other_engines_take_what_four_saved(of_four: Any, fold
         drawn = [each[pair][0]["rng/cpu"] for each in found]
         every = [each[pair[0]][0]["rng/cpu"].tobytes() for each in of_four]
         for rank, stream in enumerate(drawn):
-            seeded = torch.Generator().manual_seed(random_streams.stream_seed(every, rank, 2)).get_state().numpy()
+            seeded = torch.Generator().manual_seed(resume_rng_seeds.stream_seed(every, rank, 2)).get_state().numpy()
             assert np.array_equal(stream, seeded), pair
 
 

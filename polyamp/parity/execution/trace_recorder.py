@@ -1,4 +1,4 @@
-"""`TraceRecorder`: trains and records the steps of one phase of one side."""
+"""`TraceRecorder`, which trains and records one phase of one side, and `SharedRandomNumbers` for its dropout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp.parity.execution import shared_randomness
-from polyamp.parity.own_loop import Trainer
 from polyamp.parity.trace.observer import Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
+from polyamp.parity.trainers import Trainer
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
@@ -26,13 +25,57 @@ from polyamp.porting.states.training_state import ArrayMapping
 if TYPE_CHECKING:
     import numpy as np
 
+    from polyamp.parity.trace.observer import UniformSource
     from polyamp.results import LossFunction
 
     Array = np.ndarray[Any, Any]
 
+
 EntrySink = Callable[[Entry], None]
 BatchSource = Callable[[int], Any]
 """Number of a step, from 0 -> its batch of NumPy arrays."""
+
+
+class SharedRandomNumbers:
+    """Uniform numbers of [0, 1) that depend only on the sequence of calls and their shapes.
+
+    They are the same in every pass, because a compiled program draws only when it is traced, and an eager one in each
+    pass.
+
+    Example:
+        >>> numbers = SharedRandomNumbers()
+        >>> one = numbers.next((2, 3))
+        >>> numbers.restart()
+        >>> bool((numbers.next((2, 3)) == one).all())
+        True
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def restart(self) -> None:
+        """Start again from the first number, for a new pass."""
+        self._count = 0
+
+    def next(self, shape: tuple[int, ...]) -> Array:
+        """Return the next numbers, float32."""
+        import numpy as np
+
+        self._count += 1
+        return np.random.default_rng([self._count, *shape]).random(shape, np.float32)
+
+    def uniform_source(self, inventory: Inventory) -> UniformSource:
+        """Return `next` as a source for a side with the channel order of its inventory."""
+        rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
+
+        def draws(shape: tuple[int, ...]) -> Array:
+            import numpy as np
+
+            if not rank or len(shape) != rank:
+                return self.next(tuple(shape))
+            return np.ascontiguousarray(np.moveaxis(self.next((shape[0], *shape[2:], shape[1])), -1, 1))
+
+        return draws
 
 
 class ParticipantAlignment(NamedTuple):
@@ -96,9 +139,7 @@ class TraceRecorder:
         self.hidden_reason = ""
         self.overhead_seconds = 0.0
 
-    def steps(
-        self, trainer: Trainer, steps: int, numbers: shared_randomness.SharedRandomNumbers | None, *, micro: bool
-    ) -> None:
+    def steps(self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, *, micro: bool) -> None:
         """Run every step and record its pass, its metrics and its update.
 
         Args:

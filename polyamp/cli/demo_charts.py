@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from polyamp.demo.report import COMPARED_STEPS, LOSS_FLOOR, DemoReport, FrameworkRun, PolicyComparison
+from polyamp.demo.comparison_report import COMPARED_STEPS, LOSS_FLOOR, DemoReport, FrameworkRun, PolicyComparison
 
 _STYLES: Final = (("#0072B2", "-", 4.0), ("#E69F00", "-", 2.2), ("#222222", (0, (4, 3)), 1.2), ("#CC79A7", ":", 1.2))
 """Colour, dashes and width of each framework's line. Later ones are thinner, so that coinciding curves stay visible."""

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Final
 
-from polyamp.parity.findings import Comparison, ComparisonRow, Curve, Findings
 from polyamp.parity.report import formatting, html_sections
+from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Findings
 
 _SIDE_STYLES: Final = (
     ("#0b5cad", "-", 4.0),
