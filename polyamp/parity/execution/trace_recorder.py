@@ -17,10 +17,9 @@ from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.states import training_state as states
 from polyamp.porting.states.training_side import Training
 from polyamp.porting.states.training_side import make_training_side as state_side
-from polyamp.porting.states.training_state import ArrayMapping
+from polyamp.porting.states.training_state import ArrayMapping, canonical_parameters, canonical_slot
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,7 +117,8 @@ class TraceRecorder:
         batches: BatchSource,
         write: EntrySink,
     ) -> None:
-        self._observer, self._loss_fn, self._mappings = observer, loss_fn, alignment.mappings
+        self._inventory, self._observer, self._loss_fn = inventory, observer, loss_fn
+        self._mappings = alignment.mappings
         self._batches, self._write = batches, write
         is_first = alignment.weights is None
         own = None if is_first else alignment.alignments[0]
@@ -208,17 +208,16 @@ class TraceRecorder:
 
     def _record_update(self, training: Any, step: int) -> None:
         with self._measure_overhead():
-            own = state_side(training, target=False)
+            own = state_side(training, target=False, inventory=self._inventory)
             if step and isinstance(training, Training):
                 if "loss_scale/scale" in own.arrays:
                     self._record_number(step, "step", "scale", float(own.arrays["loss_scale/scale"]))
                 if training.step is None and own.step is not None:  # else it still has the initial value
                     self._record_number(step, "step", "applied", float(own.step))
             for mapping in self._mappings:
-                found = states.canonical_state(own, [mapping._replace(order=None)])
-                for slot, arrays in found.slots.items() if step else ():
-                    self._record_arrays(step, "update", mapping, slot, _by_array_name(arrays))
-                trainable, parameters = _trainable_names(mapping), _by_array_name(found.parameters)
+                for slot in own.optimizer.slots if step else ():
+                    self._record_arrays(step, "update", mapping, slot, canonical_slot(own, slot, mapping))
+                trainable, parameters = _trainable_names(mapping), canonical_parameters(own, mapping)
                 for what, is_trained in (("parameter", True), ("statistic", False)):
                     chosen = {name: array for name, array in parameters.items() if (name in trainable) is is_trained}
                     self._record_arrays(step, "update", mapping, what, chosen)
@@ -294,10 +293,6 @@ def _trainable_names(mapping: ArrayMapping) -> set[str]:
         if all(mapping.layer.leaves[native].trainable for native in rule.native)
         for name in rule.canonical
     }
-
-
-def _by_array_name(arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    return {key.rpartition("/")[2]: array for key, array in arrays.items()}
 
 
 def _nearest_partner(path: str, modules: Mapping[str, str]) -> str:

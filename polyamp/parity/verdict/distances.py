@@ -55,7 +55,7 @@ def prefer_float64_distance(
     The float64 runs differ only by their formulas, and by constants that a program rounds to float32.
     """
     one, two = (None if entry is None else entry.sketch for entry in wide)
-    if one is None or two is None or one.size != two.size:
+    if one is None or two is None:
         return found
     distance = sketch_distance(one, two)
     if not math.isfinite(distance) or distance <= allowed:
@@ -65,7 +65,7 @@ def prefer_float64_distance(
 
 def own_distance(entry: Entry, wide: Entry | None) -> float | None:
     """Return the distance of a side from its own wider run; None if there is none, or if it is not finite."""
-    if wide is None or wide.sketch is None or entry.sketch is None or wide.sketch.size != entry.sketch.size:
+    if wide is None or wide.sketch is None or entry.sketch is None:
         return None
     found = sketch_distance(entry.sketch, wide.sketch)
     return found if math.isfinite(found) else None
@@ -92,5 +92,7 @@ def is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry
 
 def has_equal_layout(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Return whether two shapes are equal up to axes of length 1, or one is a flattened form of the other."""
+    if one == other:
+        return True
     some, others = ([length for length in shape if length != 1] for shape in (one, other))
     return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))

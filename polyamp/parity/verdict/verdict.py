@@ -11,7 +11,7 @@ from polyamp.float_formats import HALF_DTYPES
 from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
 from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence
 from polyamp.parity.trace.sketch import sketch_distance
-from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
+from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
 from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.distances import (
@@ -115,7 +115,7 @@ def _split_steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _index_entries(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
-    return {entry.key: entry for entry in entries}
+    return {entry_key(entry): entry for entry in entries}
 
 
 StepEntries = Mapping[tuple[Any, ...], Entry]
@@ -167,7 +167,7 @@ class _PhaseComparison:
                 continue
             if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
                 continue  # frameworks differ in where infinities arise; only the step's reaction is compared
-            wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
+            wide = (wide_ours.get(entry_key(entry)), wide_theirs.get(entry_key(other)))
             leaf = entry.module.partition("#")[0] not in self._alignment.containers
             depth += entry.what.startswith("output") and leaf
             found: EntryComparison | None

@@ -114,7 +114,10 @@ def port_state(
         for each in plan.pairs
     ]
     changed = recipe_comparison.compare_recipes(
-        ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained_leaf_pairs(mappings, ours, theirs)
+        ours.settings(),
+        theirs.settings(),
+        (ours.optimizer, theirs.optimizer),
+        _trained_leaf_pairs(mappings, ours, theirs),
     )
     if strict:
         _check_recipe(changed, ours, theirs)

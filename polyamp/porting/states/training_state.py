@@ -66,17 +66,9 @@ def canonical_state(own: TrainingSide, mappings: Sequence[ArrayMapping]) -> Trai
     slots: SlotArrays = {slot: {} for slot in own.optimizer.slots}
     counts: dict[str, int] = {}
     for mapping in mappings:
-        held = {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in mapping.layer.leaves.items()}
-        parameters |= _named_arrays(mapping, mapping.form.arrays(held))
+        parameters |= _named_arrays(mapping, canonical_parameters(own, mapping))
         for slot in slots:
-            if own.optimizer.is_number(slot):
-                slots[slot] |= _canonical_numbers(own, slot, mapping)
-                continue
-            kept = {name: _read_slot(own, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
-            there = {name: array for name, array in kept.items() if array is not None}
-            slots[slot] |= _named_arrays(
-                mapping, _available_native_rules(mapping.form, there).arrays(there, gradients=True)
-            )
+            slots[slot] |= _named_arrays(mapping, canonical_slot(own, slot, mapping))
         for rule in mapping.form.rules:
             known = [
                 _update_count(own, leaf.tied or leaf.name)
@@ -88,6 +80,22 @@ def canonical_state(own: TrainingSide, mappings: Sequence[ArrayMapping]) -> Trai
     fields = {name: f"loss_scale/{name}" for name in LossScaleState._fields}
     scale = {name: own.arrays[array].item() for name, array in fields.items() if array in own.arrays}
     return TrainingState(parameters, slots, counts, own.optimizer.type, scale, own.step or 0)
+
+
+def canonical_parameters(own: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
+    """Return the parameters and running statistics of one layer by canonical array, in the side's own order."""
+    return mapping.form.arrays(
+        {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in mapping.layer.leaves.items()}
+    )
+
+
+def canonical_slot(own: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
+    """Return an optimizer's slot of one layer by canonical array, in the side's own order."""
+    if slot in own.optimizer.number_slots:
+        return _canonical_numbers(own, slot, mapping)
+    kept = {name: _read_slot(own, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
+    there = {name: array for name, array in kept.items() if array is not None}
+    return _available_native_rules(mapping.form, there).arrays(there, gradients=True)
 
 
 def native_state_arrays(
@@ -106,7 +114,7 @@ def native_state_arrays(
             _write_values(new, own, mapping.layer.leaves[name], own.leaves[mapping.layer.leaves[name].name], array)
         for slot, names in own.optimizer.slots.items():
             values = transfer_arrays(mapping, given.slots.get(slot, {}))
-            if own.optimizer.is_number(slot):
+            if slot in own.optimizer.number_slots:
                 fresh += _write_slot_numbers(new, own, slot, mapping, values, given.counts)
                 continue
             made = _available_canonical_rules(mapping.form, values).leaves(values, like, moments=True)
@@ -177,7 +185,7 @@ def _canonical_numbers(own: TrainingSide, slot: str, mapping: ArrayMapping) -> d
                 known.append((_update_count(own, leaf.tied or leaf.name) or 0, array))
         if known:
             latest = max(known, key=lambda pair: pair[0])[1]
-            found |= {f"{mapping.path}/{name}": latest for name in rule.canonical}
+            found |= dict.fromkeys(rule.canonical, latest)
     return found
 
 
