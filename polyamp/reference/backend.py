@@ -266,7 +266,7 @@ class ReferenceBackend:
     @property
     def porting_states(self) -> StateConverter:
         """Converter of training states for `polyamp.port`."""
-        from polyamp.reference.training_states import ReferenceStateConverter
+        from polyamp.reference.converter import ReferenceStateConverter
 
         return ReferenceStateConverter()
 
