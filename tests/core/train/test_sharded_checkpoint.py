@@ -44,7 +44,7 @@ def data_of(path: Path) -> Path:
 
 
 def test_s33_the_guides_example_runs() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "checkpoints_of_many.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "sharded_checkpoints.md").read_text(encoding="utf-8")
     code = guide.split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(compile(code, "guide", "exec"), found)  # the page's own lines

@@ -251,7 +251,7 @@ def test_s33_every_rank_refuses_what_one_refuses(of_four: Any, folder: Path, tmp
 
 
 def as_the_guide_says(rank: int, folder: str) -> int:
-    guide = Path(__file__).parents[4] / "docs" / "guides" / "checkpoints_of_many.md"
+    guide = Path(__file__).parents[4] / "docs" / "guides" / "sharded_checkpoints.md"
     os.chdir(folder)
     found: dict[str, Any] = {}
     exec(guide.read_text(encoding="utf-8").split("```python torch\n")[1].split("```")[0], found)
