@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from polyamp.errors import PortError
+from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.matching.attribute_differences import AttributeComparison, Difference
 from polyamp.porting.matching.layer_fit import find_layer_fit
@@ -43,8 +43,8 @@ def check_complete(
 def dtype_error(wrong: Sequence[str], target: Inventory) -> PortError:
     """Return the error for leaves with different dtypes."""
     return PortError(
-        f"dtypes differ, and casting would change values: {_shorten_list(wrong)}. Give the {target.framework} model "
-        "the source's dtype, or port with strict=False, which casts."
+        f"dtypes differ, and casting would change values: {join_first(wrong, _MAX_LISTED, '; ')}. Give the "
+        f"{target.framework} model the source's dtype, or port with strict=False, which casts."
     )
 
 
@@ -135,10 +135,5 @@ def _ambiguity_message(source: NativeLayer, target: NativeLayer, why: str, count
 def _structural_message(differences: Sequence[Difference]) -> str:
     return (
         "the target computes another function with these weights, which no conversion of weights can mend: "
-        f"{_shorten_list([str(each) for each in differences])}"
+        f"{join_first([str(each) for each in differences], _MAX_LISTED, '; ')}"
     )
-
-
-def _shorten_list(entries: Sequence[str]) -> str:
-    more = f"; and {len(entries) - _MAX_LISTED} more" if len(entries) > _MAX_LISTED else ""
-    return "; ".join(entries[:_MAX_LISTED]) + more

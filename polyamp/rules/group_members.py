@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
-from polyamp.errors import RecipeError
+from polyamp.errors import RecipeError, join_first
 from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.groups import RATE_FIELDS, Group
 from polyamp.recipe.optimizers import is_spec
@@ -100,8 +100,7 @@ class GroupMembers(Record):
         for number, member in enumerate(self.distinct):
             paths = [path for path, own in self.numbers.items() if own == number]
             scale = "" if member.scale == 1.0 else f", learning rate times {member.scale:g}"
-            shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
-            lines.append(f"  {member.spec!r}{scale}: {shown}")
+            lines.append(f"  {member.spec!r}{scale}: {join_first(paths, 6)}")
         return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyamp.contract.sharded_state import ArrayForm
-from polyamp.errors import LossScaleError
+from polyamp.errors import LossScaleError, join_first
 from polyamp.recipe.scaler import LossScaler
 from polyamp.train.checkpoint_processes import format_array_form
 
@@ -108,4 +108,4 @@ def fit_loss_scale(arrays: dict[str, Array], scaler: LossScaler, *, reset: bool)
 
 def join_problems(problems: list[str]) -> str:
     """Join the first five problems, and the number of the others."""
-    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+    return join_first(problems, 5, "; ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from polyamp.parity.trainers import Trainer
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
-from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.states.training_side import Training
 from polyamp.porting.states.training_side import make_training_side as state_side
@@ -204,7 +203,9 @@ class TraceRecorder:
 
     def _record_gradients(self, gradients: Mapping[str, Array | None], step: int) -> None:
         for mapping in reversed(self._mappings):
-            self._record_arrays(step, "backward", mapping, "gradient", canonical_gradients(mapping, gradients))
+            self._record_arrays(
+                step, "backward", mapping, "gradient", canonical_gradients(mapping.layer, mapping.form, gradients)
+            )
 
     def _record_update(self, training: Any, step: int) -> None:
         with self._measure_overhead():
@@ -254,28 +255,6 @@ class TraceRecorder:
             yield
         finally:
             self.overhead_seconds += time.perf_counter() - began
-
-
-def canonical_gradients(mapping: ArrayMapping, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
-    """Return the gradients of a layer's arrays in canonical layout, under the names of its canonical arrays.
-
-    Arrays that are not trained, are tied to another array, or have no gradient are left out.
-    """
-    found: dict[str, Lazy] = {}
-    for rule in mapping.form.rules:
-        native: dict[str, Lazy] = {}
-        for name in rule.native:
-            leaf = mapping.layer.leaves[name]
-            gradient = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
-            if gradient is not None:
-                native[name] = Lazy.of(gradient)
-        if len(native) < len(rule.native):
-            continue
-        made = dataclasses.replace(mapping.form, rules=(rule,)).arrays(native, gradients=True)
-        if any(getattr(operation, "absent", ()) for operation in rule.operations):
-            made = {rule.canonical[0]: made[rule.canonical[0]]}  # an array that the framework lacks has no gradient
-        found.update(made)
-    return found
 
 
 def _apply_flatten_order(mapping: ArrayMapping, arrays: Mapping[str, Lazy]) -> Mapping[str, Lazy]:

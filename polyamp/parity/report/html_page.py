@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from polyamp.errors import join_first
 from polyamp.parity.report import formatting, html_charts
 from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence, Findings
 
@@ -292,8 +293,7 @@ def _end_values(values: list[list[float | None]]) -> list[str]:
 
 
 def _skip_text(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[:8]))
-    return f"{shown} and {len(steps) - 8} more" if len(steps) > 8 else shown or "none"
+    return join_first(list(map(str, steps)), 8) or "none"
 
 
 def _toml_text(recipe: dict[str, Any]) -> str:

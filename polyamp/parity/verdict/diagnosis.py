@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from polyamp.errors import join_first
 from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.report_data import Divergence, DivergenceKind, SideValues
 from polyamp.parity.trace.trace import Entry, Trace
@@ -226,10 +227,9 @@ def _integer_ratio_evidence(one: float, two: float, labels: tuple[str, str]) -> 
 
 
 def _hidden_layers_evidence(module: str, between: Sequence[str]) -> str:
-    more = f" and {len(between) - _MAX_OPERATIONS} more" if len(between) > _MAX_OPERATIONS else ""
     return (
         f"It shows in the output of {module or 'the model'!r}; before it run layers that do not show theirs on both "
-        f"sides: {', '.join(map(repr, between[:_MAX_OPERATIONS]))}{more}."
+        f"sides: {join_first(list(map(repr, between)), _MAX_OPERATIONS)}."
     )
 
 
@@ -286,8 +286,7 @@ def _has_common_factor_where_nonzero(a: Sketch, b: Sketch) -> bool:
 def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
     return (
         "; ".join(
-            f"all values of {label} are {'numbers of ' + each.width}"
-            for label, each in zip(labels, (a, b), strict=True)
+            f"all values of {label} are numbers of {each.width}" for label, each in zip(labels, (a, b), strict=True)
         )
         + "."
     )
