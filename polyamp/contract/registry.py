@@ -55,7 +55,7 @@ class BackendStatus(NamedTuple):
     problem: str | None
 
 
-def backend_of(found: Any) -> Backend:
+def backend_of(target: Any) -> Backend:
     """Return the backend of an array, a model or a state, in eager and in compiled code.
 
     torch.compile cannot trace the search. So it runs `_backend_name` while tracing and treats the name as a constant,
@@ -64,8 +64,8 @@ def backend_of(found: Any) -> Backend:
     Raises:
         BackendError: no backend recognises it.
     """
-    name = _backend_name(type(found))
-    return backend_for(found) if name is None else _loaded_backends[name]
+    name = _backend_name(type(target))
+    return backend_for(target) if name is None else _loaded_backends[name]
 
 
 def backends(*, probe: bool = False) -> dict[str, BackendStatus]:

@@ -18,19 +18,19 @@ _MAX_LISTED = 8
 
 
 def check_complete(
-    found: Matching, comparison: AttributeComparison, source: Inventory, target: Inventory, *, strict: bool
+    matching: Matching, comparison: AttributeComparison, source: Inventory, target: Inventory, *, strict: bool
 ) -> set[int]:
     """Return the ids of pairs that must not be moved; empty with `strict`, which raises instead.
 
     Raises:
         PortError: with `strict`, anything prevents the target from being equal to the source.
     """
-    ambiguous = [each for each in found.pairs if each.fit.ambiguity]
+    ambiguous = [each for each in matching.pairs if each.fit.ambiguity]
     structural = {(each.source, each.target): each for each in comparison.differences if each.structural}
-    other = [each for each in found.pairs if (each.source.path, each.target.path) in structural]
+    other = [each for each in matching.pairs if (each.source.path, each.target.path) in structural]
     if strict:
-        if found.unmatched[0] or found.unmatched[1] or found.indistinguishable:
-            raise PortError(_unmatched_message(found, source, target))
+        if matching.unmatched[0] or matching.unmatched[1] or matching.indistinguishable:
+            raise PortError(_unmatched_message(matching, source, target))
         if ambiguous:
             raise PortError(
                 _ambiguity_message(ambiguous[0].source, ambiguous[0].target, ambiguous[0].fit.ambiguity, len(ambiguous))
@@ -48,22 +48,22 @@ def dtype_error(wrong: Sequence[str], target: Inventory) -> PortError:
     )
 
 
-def _unmatched_message(found: Matching, source: Inventory, target: Inventory) -> str:
-    ours = [*found.unmatched[0], *(layer for group, _ in found.indistinguishable for layer in group)]
-    theirs = [*found.unmatched[1], *(layer for _, group in found.indistinguishable for layer in group)]
+def _unmatched_message(matching: Matching, source: Inventory, target: Inventory) -> str:
+    ours = [*matching.unmatched[0], *(layer for group, _ in matching.indistinguishable for layer in group)]
+    theirs = [*matching.unmatched[1], *(layer for _, group in matching.indistinguishable for layer in group)]
     heading = f"source ({source.framework})", f"target ({target.framework})"
-    lines = [_count_message(found), format_sides(ours, theirs, heading)]
-    lines += _rename_hints(ours, theirs, is_ambiguous=bool(found.indistinguishable))
+    lines = [_count_message(matching), format_sides(ours, theirs, heading)]
+    lines += _rename_hints(ours, theirs, is_ambiguous=bool(matching.indistinguishable))
     lines.append("strict=False moves the rest and leaves these as they are.")
     return "\n".join(lines)
 
 
-def _count_message(found: Matching) -> str:
+def _count_message(matching: Matching) -> str:
     said = []
-    ours, theirs = found.unmatched
+    ours, theirs = matching.unmatched
     if ours or theirs:
         said.append(f"{len(ours)} of the source's layers and {len(theirs)} of the target's have no partner")
-    for ours, theirs in found.indistinguishable[:_MAX_LISTED]:
+    for ours, theirs in matching.indistinguishable[:_MAX_LISTED]:
         said.append(
             f"nothing tells which of {', '.join(layer.path for layer in ours[:4])} is which of "
             f"{', '.join(layer.path for layer in theirs[:4])}: they are alike in kind and shape, and their names say "

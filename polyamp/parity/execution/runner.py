@@ -267,7 +267,7 @@ def _recipe_message(recipe: Any) -> str | FunctionRef | OwnLoopSpec | None:
         return None
     if isinstance(recipe, OwnLoop):
         begin, step = make_function_ref(recipe.begin, "recipe.begin"), make_function_ref(recipe.step, "recipe.step")
-        return OwnLoopSpec(begin=begin, step=step, looked_at=recipe.recipe.to_json())
+        return OwnLoopSpec(begin=begin, step=step, recipe=recipe.recipe.to_json())
     if not isinstance(recipe, Recipe):
         if callable(recipe):
             return make_function_ref(recipe, "recipe")

@@ -250,7 +250,7 @@ class _JobBatches:
 def _load_recipe(recipe: str | FunctionRef | OwnLoopSpec | None) -> Any:
     """Return the side's recipe, as `Participant` takes it."""
     if isinstance(recipe, OwnLoopSpec):
-        policy = Recipe.from_json(recipe.looked_at).policy
+        policy = Recipe.from_json(recipe.recipe).policy
         return OwnLoop(recipe.begin.load(), recipe.step.load(), policy)
     if isinstance(recipe, str):
         return Recipe.from_json(recipe)

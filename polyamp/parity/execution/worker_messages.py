@@ -25,12 +25,12 @@ class OwnLoopSpec(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
 
     Attributes:
         begin, step: its functions.
-        looked_at: recipe with which its passes are recorded, as JSON.
+        recipe: recipe with which its passes are recorded, as JSON.
     """
 
     begin: FunctionRef
     step: FunctionRef
-    looked_at: str
+    recipe: str
 
 
 class WorkerJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,19 +48,19 @@ class EntryComparison(NamedTuple):
 
 
 def prefer_float64_distance(
-    found: EntryComparison, wide: tuple[Entry | None, Entry | None], allowed: float
+    comparison: EntryComparison, wide: tuple[Entry | None, Entry | None], allowed: float
 ) -> EntryComparison:
-    """Return `found`, with the distance of the float64 runs if that exceeds `allowed`.
+    """Return `comparison`, with the distance of the float64 runs if that exceeds `allowed`.
 
     The float64 runs differ only by their formulas, and by constants that a program rounds to float32.
     """
     one, two = (None if entry is None else entry.sketch for entry in wide)
     if one is None or two is None:
-        return found
+        return comparison
     distance = sketch_distance(one, two)
     if not math.isfinite(distance) or distance <= allowed:
-        return found
-    return found._replace(distance=distance, allowed=allowed)
+        return comparison
+    return comparison._replace(distance=distance, allowed=allowed)
 
 
 def own_distance(entry: Entry, wide: Entry | None) -> float | None:
