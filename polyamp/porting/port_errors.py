@@ -128,7 +128,7 @@ def _ambiguity_message(source: NativeLayer, target: NativeLayer, why: str, count
         f"how {source.path!r} goes into {target.path!r} cannot be told{more}: {why}.\n"
         f"  source: {format_layer(source)}\n  target: {format_layer(target)}\n"
         "Give a batch (check=batch), which shows what layers a linen or haiku model calls; or give a parameter of your "
-        "own layer its form: polyamp.porting.layouts.registration."
+        "own layer its form: polyamp.porting.layouts.layer_registration."
     )
 
 
