@@ -11,7 +11,7 @@ from polyamp.parity.trace.observer import Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
 from polyamp.parity.trainers import Trainer
-from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.alignment import Alignment, nearest_module
 from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
@@ -243,8 +243,7 @@ class TraceRecorder:
         if self._modules is None:
             return list(operations)
         return [
-            row._replace(module=self._modules.get(row.module, _nearest_partner(row.module, self._modules)))
-            for row in operations
+            row._replace(module=self._modules.get(nearest_module(row.module, self._modules), "")) for row in operations
         ]
 
     @contextmanager
@@ -272,13 +271,6 @@ def _trainable_names(mapping: ArrayMapping) -> set[str]:
         if all(mapping.layer.leaves[native].trainable for native in rule.native)
         for name in rule.canonical
     }
-
-
-def _nearest_partner(path: str, modules: Mapping[str, str]) -> str:
-    """Return the first side's name of the innermost matched module around one without a partner."""
-    while path and path not in modules:
-        path = path.rpartition("/")[0]
-    return modules.get(path, "")
 
 
 def _channels_last(array: Array, rank: int) -> Array:

@@ -6,7 +6,7 @@ in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -68,6 +68,13 @@ class ArrayMappingPair(NamedTuple):
 
     first: list[ArrayMapping]
     second: list[ArrayMapping]
+
+
+def nearest_module(path: str, known: Container[str]) -> str:
+    """Return the innermost known module that is or contains a module; "" if there is none."""
+    while path and path not in known:
+        path = path.rpartition("/")[0]
+    return path
 
 
 def align(plan: TransferPlan) -> Alignment:
