@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # this folder's torch/ and jax/ are not the frameworks
 
-from benchmarks.common import paired, results
+from benchmarks.common import paired_timing, results
 from benchmarks.common.results import Entry, Side
 
 BARE, IMPORTED = "pass", "import polyamp; polyamp.Recipe; polyamp.init; polyamp.train_step"
@@ -56,7 +56,7 @@ def imported_frameworks() -> int:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments, settings = paired.parse(parser)
+    arguments, settings = paired_timing.parse(parser)
     environment = results.machine()
     print(results.heading(environment, {"rounds": settings.rounds}) + "\n", flush=True)
     times = measure(settings.rounds)
@@ -71,7 +71,7 @@ def main() -> None:
             target=0.0,
         ),
     ]
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

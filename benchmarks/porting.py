@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from benchmarks.common import paired, results
+from benchmarks.common import paired_timing, results
 from benchmarks.common.results import Entry, Side
 
 BY_HAND: Final = 0.2
@@ -383,7 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--only", type=int, help="number of the one way to measure")
-    arguments, settings = paired.parse(parser, rounds=5)
+    arguments, settings = paired_timing.parse(parser, rounds=5)
     if arguments.task is not None:
         print(json.dumps(work(arguments.task)))
         return
@@ -394,7 +394,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(3 if arguments.quick else len(WAYS)) if arguments.only is None else [arguments.only]:
             found += entries_of(number, size, Path(folder), rounds)
-    paired.finish(found, environment, settings, __file__, arguments.json)
+    paired_timing.finish(found, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

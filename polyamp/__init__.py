@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from polyamp import losses, parity, porting, schedules
     from polyamp.contract.backend import Backend, BackendInfo, State
     from polyamp.contract.casting_report import CastingReport
-    from polyamp.contract.registry import BackendStatus, backends, explain
+    from polyamp.contract.explain import explain
+    from polyamp.contract.registry import BackendStatus, backends
     from polyamp.errors import (
         ArgumentError,
         BackendError,
@@ -44,19 +45,21 @@ if TYPE_CHECKING:
     from polyamp.recipe.scaler import LossScaler, LossScaleState
     from polyamp.results import Gradients, StepResult
     from polyamp.train.checkpoint import restore, save
-    from polyamp.train.parameters import parameters
     from polyamp.train.refresh import refresh
     from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
+    from polyamp.train.trainable_parameters import parameters
 
 _MODULES = (
     *("losses", "parity", "porting", "schedules"),
-    *("arrays", "contract", "dtypes", "errors", "recipe", "records", "results", "rules", "train", "trees"),
+    *("backend_lookup", "framework_detection"),
+    *("contract", "errors", "recipe", "records", "results", "rules", "train", "trees"),
 )
 """Modules that are attributes of the package without an explicit import: the public ones, and those that user code
-reaches as `polyamp.errors.PolicyError`."""
+reaches as `polyamp.errors.PolicyError`. Those of the second row the library imports so itself."""
 _EXPORTS = {
     "contract.backend": ("Backend", "BackendInfo", "State"),
-    "contract.registry": ("BackendStatus", "backends", "explain"),
+    "contract.explain": ("explain",),
+    "contract.registry": ("BackendStatus", "backends"),
     "contract.casting_report": ("CastingReport",),
     "errors": (
         *("ArgumentError", "BackendError", "BackendNotInstalledError", "BatchError", "CheckpointError"),
@@ -71,7 +74,7 @@ _EXPORTS = {
     "recipe.scaler": ("LossScaleState", "LossScaler"),
     "results": ("Gradients", "StepResult"),
     "train.checkpoint": ("restore", "save"),
-    "train.parameters": ("parameters",),
+    "train.trainable_parameters": ("parameters",),
     "train.refresh": ("refresh",),
     "train.step": ("apply_gradients", "init", "train_step", "value_and_grad"),
 }

@@ -8,7 +8,7 @@ received value and what to do next.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -110,6 +110,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     close = closest_words(word, known)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def join_first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Join the first texts of a list, with the number of the others.
+
+    >>> join_first(["a", "b", "c"], 3), join_first(["a", "b", "c"], 1), join_first(["a", "b", "c"], 2, "; ")
+    ('a, b, c', 'a and 2 more', 'a; b; and 1 more')
+    """
+    shown = separator.join(texts[:limit])
+    more = f"{separator.strip().strip(',')} and {len(texts) - limit} more"
+    return shown + more if len(texts) > limit else shown
 
 
 def describe_value(value: Any) -> str:

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from polyamp.contract.backend import LossFunctions
-from polyamp.contract.dispatch import backend_of
+from polyamp.contract.registry import backend_of
 from polyamp.errors import LossError
 from polyamp.results import ArrayT
 from polyamp.rules import loss_weights
-from polyamp.rules.loss_checks import (
+from polyamp.rules.loss_argument_checks import (
     check_class_weights,
     check_ignore_index,
     check_label_range,

@@ -2,7 +2,7 @@
 
 `Policy`, `LossScaler`, `Recipe`, the optimizer specs and the schedules are records. A class lists its fields as
 annotations, with defaults, and checks them in `__post_init__`; `Record` does the rest. `dataclasses` and msgspec would
-do, but importing either costs more than all of polyamp. `polyamp.recipe.files` reads and writes records.
+do, but importing either costs more than all of polyamp. `polyamp.recipe.serialization` reads and writes records.
 """
 
 from __future__ import annotations

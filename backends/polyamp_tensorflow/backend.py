@@ -156,7 +156,7 @@ class TensorFlowBackend:
         return STATE_CONVERTER
 
     def describe_state(self, state: Any, arrays: Mapping[str, Array]) -> str:
-        from polyamp.porting.states.metadata import state_metadata_json
+        from polyamp.porting.states.checkpoint_metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
 

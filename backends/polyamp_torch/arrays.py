@@ -117,5 +117,5 @@ def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     host: torch.Tensor = whole.detach().to("cpu", copy=True)
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    result: np.ndarray[Any, Any] = host.resolve_conj().resolve_neg().numpy()
+    result: np.ndarray[Any, Any] = host.numpy(force=True)  # resolves the conjugate and negative bits of the copy
     return result

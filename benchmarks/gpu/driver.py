@@ -8,7 +8,7 @@ in float32 without and with TF32, bfloat16 and float16, by hand and with polyamp
     peak memory         of a step with its weights, optimizer state and batch
     host waits          how often the host waits for the device within a step
 
-A transformer's batch is the largest power of two whose float32 step fits into `course.MEMORY_SHARE` of the memory, as
+A transformer's batch is the largest power of two whose float32 step fits into `run_plan.MEMORY_SHARE` of the memory, as
 measured. Before anything is timed, the first losses of both sides are held against those of float32 by hand; a side
 that is further away than `rows.TOLERANCE` gets no figure. Each framework runs in a process of its own.
 
@@ -39,7 +39,7 @@ import msgspec
 
 from benchmarks.common import environments, results
 from benchmarks.common.results import Entry, Results
-from benchmarks.gpu import course
+from benchmarks.gpu import run_plan
 
 FRAMEWORKS: Final = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
 """Framework -> the packages that its script imports."""
@@ -147,7 +147,7 @@ def heading(found: Results) -> str:
 def write(whole: Results, said: list[str], arguments: argparse.Namespace) -> None:
     """What --json and --markdown ask for."""
     if arguments.json:
-        course.write(arguments.json, whole)
+        run_plan.write(arguments.json, whole)
     if arguments.markdown:
         facts = "\n".join(f"- {line}" for line in [*heading(whole).splitlines(), *said])
         arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", nargs="+", choices=list(FRAMEWORKS), default=list(FRAMEWORKS), help="which")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables as Markdown")
-    course.options(parser, budget=None)
+    run_plan.options(parser, budget=None)
     arguments = parser.parse_args()
     reason = None if arguments.rehearse else no_gpu()
     if reason is not None:

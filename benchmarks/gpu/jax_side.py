@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.common import results, workloads
 from benchmarks.common.workloads import Workload
-from benchmarks.gpu import course, jax_models, rows
-from benchmarks.gpu.rows import Waits
+from benchmarks.gpu import jax_models, measurements, run_plan
+from benchmarks.gpu.measurements import Waits
 
 # one pool for the whole process: pools that grow are torn into regions in which a step's temporaries find no place
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
@@ -39,7 +39,7 @@ _PRECISION: Final = {"TF32": "tensorfloat32"}
 
 
 class JaxTraining:
-    """One side; see `rows.Training`.
+    """One side; see `measurements.Training`.
 
     Args:
         step: `(state, batch) -> (state, loss)`.
@@ -57,7 +57,7 @@ class JaxTraining:
         self._batch = batch
 
     def losses(self, count: int) -> list[float]:
-        """See `rows.Training`."""
+        """See `measurements.Training`."""
         found = []
         for _ in range(count):
             self._state, loss = self._step(self._state, self._batch)
@@ -65,7 +65,7 @@ class JaxTraining:
         return found
 
     def run(self, count: int) -> tuple[float, float]:
-        """See `rows.Training`."""
+        """See `measurements.Training`."""
         jax.block_until_ready(self._state)
         begin = time.perf_counter()
         for _ in range(count):
@@ -137,7 +137,7 @@ class HandState(NamedTuple):
 def by_hand(model: jax_models.Model, dtype: str, matmul: str) -> tuple[Any, Any]:
     """`(state, batch) -> (state, loss)`, jitted, and `variables -> state`."""
     scaled = dtype == "float16"
-    optimizer = optax.adamw(rows.LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
+    optimizer = optax.adamw(measurements.LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
 
     def scaled_loss(params: Any, state: HandState, batch: Any) -> tuple[Any, Any]:
         inputs, targets = batch
@@ -183,7 +183,7 @@ def library(subject: Any, dtype: str, matmul: Any, batch: Any) -> JaxTraining:
     recipe = polyamp.Recipe(
         policy=polyamp.Policy(workloads.DTYPES[dtype], float32_matmul=matmul),
         scaler=polyamp.LossScaler(init_scale=workloads.INIT_SCALE) if dtype == "float16" else None,
-        optimizer=polyamp.adamw(rows.LEARNING_RATE, weight_decay=_WEIGHT_DECAY),
+        optimizer=polyamp.adamw(measurements.LEARNING_RATE, weight_decay=_WEIGHT_DECAY),
     )
     train = polyamp.train_step(loss_fn, recipe)
 
@@ -195,7 +195,7 @@ def library(subject: Any, dtype: str, matmul: Any, batch: Any) -> JaxTraining:
 
 
 class JaxEngine:
-    """See `rows.Engine`."""
+    """See `measurements.Engine`."""
 
     name = "jax"
 
@@ -208,7 +208,7 @@ class JaxEngine:
         versions = {"jax": jax.__version__, "optax": optax.__version__, "polyamp": polyamp.__version__}
         facts = {**versions, "device": self._device.device_kind, **results.machine()}
         used = (self._device.memory_stats() or {}).get("peak_bytes_in_use")
-        return facts if used is None else {**facts, "allocator's peak so far, MiB": round(used / rows.MIB)}
+        return facts if used is None else {**facts, "allocator's peak so far, MiB": round(used / measurements.MIB)}
 
     def memory(self) -> float | None:
         """What XLA's pool may grow to."""
@@ -228,7 +228,7 @@ class JaxEngine:
         return None
 
     def build(self, workload: Workload, precision: str, *, own: bool) -> JaxTraining:
-        """See `rows.Engine`."""
+        """See `measurements.Engine`."""
         gc.collect()
         model = self._model(workload)
         batch = self._batch(workload, model)
@@ -240,11 +240,11 @@ class JaxEngine:
         return JaxTraining(jitted, lambda: jitted, state, batch)
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """See `rows.Engine`."""
+        """See `measurements.Engine`."""
         return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def free(self) -> None:
-        """See `rows.Engine`."""
+        """See `measurements.Engine`."""
         self._kept = None
         gc.collect()
         jax.clear_caches()
@@ -277,4 +277,4 @@ def open_engine(rehearse: bool) -> JaxEngine | str:
 
 
 if __name__ == "__main__":
-    sys.exit(course.main(__doc__, __file__, open_engine))
+    sys.exit(run_plan.main(__doc__, __file__, open_engine))

@@ -20,10 +20,10 @@ from torch import nn
 
 import polyamp
 from benchmarks.common import results, workloads
-from benchmarks.common.paired import Step
+from benchmarks.common.paired_timing import Step
 from benchmarks.common.workloads import Workload
-from benchmarks.gpu import course, devices, rows
-from benchmarks.gpu.rows import Waits
+from benchmarks.gpu import devices, measurements, run_plan
+from benchmarks.gpu.measurements import Waits
 from benchmarks.torch import loops, models
 
 _COUNTED: Final = 3
@@ -33,7 +33,7 @@ _READS: Final = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 
 class TorchTraining:
-    """One side; see `rows.Training`."""
+    """One side; see `measurements.Training`."""
 
     def __init__(self, step: Step, *, matmul: str, tf32: bool, batch_bytes: int, allocated_before: int) -> None:
         self._step = step
@@ -52,7 +52,7 @@ class TorchTraining:
         return found
 
     def run(self, count: int) -> tuple[float, float]:
-        """See `rows.Training`."""
+        """See `measurements.Training`."""
         self._switch()
         _synchronize()
         begin = time.perf_counter()
@@ -121,7 +121,7 @@ def _profiled(run: Callable[[], None]) -> int:
 
 
 class TorchEngine:
-    """See `rows.Engine`."""
+    """See `measurements.Engine`."""
 
     name = "torch"
 
@@ -159,7 +159,7 @@ class TorchEngine:
         return found
 
     def build(self, workload: Workload, precision: str, *, own: bool) -> TorchTraining:
-        """See `rows.Engine`."""
+        """See `measurements.Engine`."""
         gc.collect()
         if _on_cuda():
             torch.cuda.empty_cache()
@@ -174,7 +174,7 @@ class TorchEngine:
                 [batch],
                 models.loss_fn,
                 policy=polyamp.Policy(workloads.DTYPES[dtype], float32_matmul=matmul),  # type: ignore[arg-type]  # mypy sees str
-                optimizer=polyamp.adamw(rows.LEARNING_RATE),
+                optimizer=polyamp.adamw(measurements.LEARNING_RATE),
                 scaler=polyamp.LossScaler(init_scale=workloads.INIT_SCALE) if dtype == "float16" else None,
             )
             matmul = "highest"  # the process's, which the policy changes where it must
@@ -183,7 +183,7 @@ class TorchEngine:
                 model,
                 [batch],
                 models.loss_fn,
-                torch.optim.AdamW(model.parameters(), rows.LEARNING_RATE, fused=True),
+                torch.optim.AdamW(model.parameters(), measurements.LEARNING_RATE, fused=True),
                 dtype,
                 scaler=loops.native_scaler() if dtype == "float16" else None,
             )
@@ -191,11 +191,11 @@ class TorchEngine:
         return TorchTraining(step, matmul=matmul, tf32=precision == "TF32", batch_bytes=size, allocated_before=before)
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """See `rows.Engine`."""
+        """See `measurements.Engine`."""
         return isinstance(error, torch.OutOfMemoryError)
 
     def free(self) -> None:
-        """See `rows.Engine`."""
+        """See `measurements.Engine`."""
         self._batch = None
         gc.collect()
         if _on_cuda():
@@ -252,4 +252,4 @@ def open_engine(rehearse: bool) -> TorchEngine | str:
 
 
 if __name__ == "__main__":
-    sys.exit(course.main(__doc__, __file__, open_engine))
+    sys.exit(run_plan.main(__doc__, __file__, open_engine))

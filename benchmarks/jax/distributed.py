@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import polyamp
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Row, Settings, Step
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Row, Settings, Step
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure, transformer
 
@@ -155,7 +155,7 @@ def compared(case: Case, settings: Settings, *, counted: bool) -> Iterator[Entry
         base, own = (closed(side) for side in sides)
         curves = [[float(step()) for _ in range(workloads.CHECKED_STEPS)] for step in (base, own)]
         row = Row(str(case), TARGET, ("by hand", base), ("polyamp", own), section="replicas")
-        yield paired.entry(row, paired.measure(row, settings), distance=paired.distance(*curves))
+        yield paired_timing.entry(row, paired_timing.measure(row, settings), distance=paired_timing.distance(*curves))
     counts = [collectives(side.text) for side in sides]
     kinds = [", ".join(f"{number} {kind}" for kind, number in each.items()) or "none" for each in counts]
     yield Entry(
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
     parser.add_argument("--devices", type=int, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--count", action="store_true", help="compile and count collectives, run nothing")
-    arguments, settings = paired.parse(parser, steps=1, warmup=3, rounds=101, seconds=8)
+    arguments, settings = paired_timing.parse(parser, steps=1, warmup=3, rounds=101, seconds=8)
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     environment = measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
@@ -183,7 +183,7 @@ def main() -> None:
     for case in QUICK if arguments.quick else CASES:
         if not wanted or str(case).startswith(wanted):
             entries += compared(case, settings, counted=arguments.count)
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import paired, workloads
-from benchmarks.common.paired import Row, Settings, Step
+from benchmarks.common import paired_timing, workloads
+from benchmarks.common.paired_timing import Row, Settings, Step
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure, models
 from benchmarks.jax import workloads as jax_workloads
@@ -61,11 +61,11 @@ def _rows(dtype: str, version: str, settings: Settings, *, reads: bool) -> list[
 
     def compared(name: str, base: Step, own: Step) -> Entry:
         theirs = _curve(base)
-        distance = paired.distance(theirs, curve)
+        distance = paired_timing.distance(theirs, curve)
         same = distance <= workloads.TOLERANCE[dtype]
         note = "equal numerics" if same else f"other numerics: losses {curve}, Keras's {theirs}"
         row = Row(f"mlp, {dtype}", _TARGET, (f"{version}, {name}", base), ("autocast", own), section="peers", note=note)
-        return paired.entry(row, paired.measure(row, settings), distance=distance)
+        return paired_timing.entry(row, paired_timing.measure(row, settings), distance=distance)
 
     found = [compared("stateless step", jitted, own)]
     if reads:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import polyamp
-from benchmarks.common import paired, results
+from benchmarks.common import paired_timing, results
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure as jax_measure
 from polyamp.results import Gradients
@@ -246,7 +246,7 @@ def main() -> None:
         entries.append(Entry(section="targets", name=name, unit="s", own=own, base=base))
     print()
     entries += growth(options.counts, options.runs, options.mode)
-    paired.finish(entries, environment, settings, __file__, options.json)
+    paired_timing.finish(entries, environment, settings, __file__, options.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 import polyamp
-from benchmarks.common import paired, results
+from benchmarks.common import paired_timing, results
 from benchmarks.common.results import Entry, Side
 from polyamp.contract import registry
 
@@ -287,13 +287,16 @@ def report(found: Measured, *, reference: str, bases: Sequence[str]) -> str:
     row("skipped steps", lambda n: str(found.curves[n].skipped))
     row(
         f"curve's distance from {bases[0]}",
-        lambda n: f"{paired.distance(curves[bases[0]], curves[n]):.1e}",
-        "" if reference in bases else f"<= {paired.distance(curves[reference], curves[bases[0]]):.1e}",
+        lambda n: f"{paired_timing.distance(curves[bases[0]], curves[n]):.1e}",
+        "" if reference in bases else f"<= {paired_timing.distance(curves[reference], curves[bases[0]]):.1e}",
     )
     for base in bases[1:]:
-        row(f"curve's distance from {base}", lambda n, b=base: f"{paired.distance(curves[b], curves[n]):.1e}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+        row(f"curve's distance from {base}", lambda n, b=base: f"{paired_timing.distance(curves[b], curves[n]):.1e}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
     if reference not in bases:
-        row(f"curve's distance from {reference}", lambda n: f"{paired.distance(curves[reference], curves[n]):.1e}")
+        row(
+            f"curve's distance from {reference}",
+            lambda n: f"{paired_timing.distance(curves[reference], curves[n]):.1e}",
+        )
     return _table(["", *names, "target"], [[title, *cells, target] for title, target, cells in rows])
 
 
@@ -327,7 +330,7 @@ def entry(found: Measured, name: str, *, base: str, own: str, section: str = "ta
         unit="s",
         own=Side(own, found.step_seconds[own]),
         base=Side(base, found.step_seconds[base]),
-        distance=paired.distance(found.curves[base].losses, found.curves[own].losses),
+        distance=paired_timing.distance(found.curves[base].losses, found.curves[own].losses),
         **facts,
     )
 

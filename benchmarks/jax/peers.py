@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.common import paired, results
+from benchmarks.common import paired_timing, results
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import keras_peer, measure, transformer
 from benchmarks.jax import step as jax_step
@@ -161,7 +161,7 @@ LIKE: Final = {
 _QUICK: Final = ("jmp",)
 _TARGET: Final = 1.0
 _SETTINGS: Final = Settings(rounds=21, steps=2, compiles=0, curve=5)
-_KERAS: Final = paired.Settings(rounds=41, steps=3, seconds=2)
+_KERAS: Final = paired_timing.Settings(rounds=41, steps=3, seconds=2)
 
 
 def variant(name: str, peer: Peer, variables: Any) -> Variant:
@@ -275,8 +275,8 @@ def main() -> None:
             print(measure.report(found, reference=columns[0].name, bases=[columns[0].name]) + "\n", flush=True)
         made += entries(names, found, reasons)
     if "keras" in chosen:
-        made += keras_peer.entries(paired.QUICK if arguments.quick else _KERAS, slow=arguments.slow)
-    paired.finish(made, environment, settings, __file__, arguments.json)
+        made += keras_peer.entries(paired_timing.QUICK if arguments.quick else _KERAS, slow=arguments.slow)
+    paired_timing.finish(made, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

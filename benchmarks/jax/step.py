@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import polyamp
-from benchmarks.common import paired, results
+from benchmarks.common import paired_timing, results
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure, transformer
 from benchmarks.jax.measure import Measured, Settings, Variant
@@ -140,12 +140,14 @@ def bfloat16_over_float32(settings: Settings) -> Entry:
     measure.compiled_together([step._run["jax"].lower(state, batch) for step, state in made.values()])
     steps = {dtype: _closed(step, state, batch) for dtype, (step, state) in made.items()}
     note = f"on {jax.devices()[0].platform}, reported as it is"
-    row = paired.Row("2-layer transformer, polyamp's step, bfloat16 over float32", None, *steps.items(), note=note)
-    rounds = paired.Settings(rounds=settings.rounds, steps=settings.steps, seconds=3)
-    return paired.entry(row, paired.measure(row, rounds))
+    row = paired_timing.Row(
+        "2-layer transformer, polyamp's step, bfloat16 over float32", None, *steps.items(), note=note
+    )
+    rounds = paired_timing.Settings(rounds=settings.rounds, steps=settings.steps, seconds=3)
+    return paired_timing.entry(row, paired_timing.measure(row, rounds))
 
 
-def _closed(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> paired.Step:
+def _closed(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> paired_timing.Step:
     def run() -> None:
         nonlocal state
         state, _ = step(state, batch)
@@ -221,7 +223,7 @@ def main() -> None:
             others += synchronisations(found.steps[one.name], one.state, calls)
     found = found._replace(compiles=measure.compile_times(columns, batches[0], settings))
     print(measure.report(found, reference=columns[0].name, bases=_bases(columns)) + "\n", flush=True)
-    paired.finish([*entries(found), *others], environment, settings, __file__, arguments.json)
+    paired_timing.finish([*entries(found), *others], environment, settings, __file__, arguments.json)
 
 
 def _bases(columns: Sequence[Variant]) -> list[str]:

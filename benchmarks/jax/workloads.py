@@ -30,8 +30,8 @@ import msgspec
 import optax
 
 import polyamp
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Row, Settings
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Row, Settings
 from benchmarks.common.results import Entry, Side
 from benchmarks.common.workloads import Workload
 from benchmarks.jax import measure, models
@@ -247,10 +247,10 @@ def compared(case: Case, settings: Settings) -> tuple[Entry, Entry]:
     base, own = by_hand(case, variables, batch), library(case, variables, batch)
     measure.compiled_together([base.lowered(), own.lowered()])
     curves = [[float(side()) for _ in range(workloads.CHECKED_STEPS)] for side in (base, own)]
-    distance = paired.distance(*curves)
+    distance = paired_timing.distance(*curves)
     note = "" if distance <= workloads.TOLERANCE[case.dtype] else f"other numerics: losses {curves[1]} and {curves[0]}"
     row = Row(case.name, None, ("by hand", base), ("polyamp", own), section="workloads", note=note)
-    found = paired.measure(row, _fitting(settings, base))
+    found = paired_timing.measure(row, _fitting(settings, base))
     memory = Entry(
         section="memory",
         name=case.name,
@@ -258,7 +258,7 @@ def compared(case: Case, settings: Settings) -> tuple[Entry, Entry]:
         own=Side("polyamp", [own.allocated()]),
         base=Side("by hand", [base.allocated()]),
     )
-    return paired.entry(row, found, distance=distance), memory
+    return paired_timing.entry(row, found, distance=distance), memory
 
 
 def _fitting(settings: Settings, step: Training) -> Settings:
@@ -289,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="rows whose names begin so")
     parser.add_argument("--slow", action="store_true", help="also the rows that a full run leaves out for their time")
-    arguments, settings = paired.parse(parser, seconds=_ROW_SECONDS)
+    arguments, settings = paired_timing.parse(parser, seconds=_ROW_SECONDS)
     environment = measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
     entries: list[Entry] = []
@@ -304,7 +304,7 @@ def main() -> None:
         if case._replace(accumulate=1) == Case(workloads.MLP, "bfloat16"):
             entries.append(growth(time_, case))
         jax.clear_caches()  # or the programs of all rows would stay in memory
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

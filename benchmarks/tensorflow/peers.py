@@ -24,8 +24,8 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Found, Row, Settings, Step
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Found, Row, Settings, Step
 from benchmarks.common.results import Entry
 from benchmarks.tensorflow import measure, models
 from benchmarks.tensorflow.step import BATCH, WIDTH, by_hand, keras_adam, scaled_by_keras, stack, waiting
@@ -78,14 +78,14 @@ def fit_row(dtype: str, settings: Settings) -> Entry:
     def epoch(model: Any) -> Step:
         return lambda: model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
 
-    distance = paired.distance(*(losses(model) for model in built))
+    distance = paired_timing.distance(*(losses(model) for model in built))
     sides = [epoch(model) for model in built]
     row = Row(f"fit, {dtype}", _TARGET, ("Keras", sides[0]), ("polyamp", sides[1]), section="peers")
     if dtype != "float32":
         row = row._replace(target=None, note="other numerics: polyamp runs the last layer, the head, in float32")
-    found = paired.measure(row, settings._replace(steps=1, warmup=1))
+    found = paired_timing.measure(row, settings._replace(steps=1, warmup=1))
     each = Found(*([seconds / BATCHES for seconds in times] for times in found))
-    return paired.entry(_noted(row, dtype, distance), each, distance=distance)
+    return paired_timing.entry(_noted(row, dtype, distance), each, distance=distance)
 
 
 def scaled_by_polyamp(optimizer: Any) -> Any:
@@ -101,10 +101,10 @@ def optimizer_row(dtype: str, settings: Settings) -> Entry:
         step = by_hand(stack(workloads.DTYPES[dtype]), scaled(keras_adam()), (x, y), jit=dtype == "float16")
         measure.check_products(step, dtype)
         sides.append(waiting(step))
-    distance = paired.distance(*([side() for _ in range(workloads.CHECKED_STEPS)] for side in sides))
+    distance = paired_timing.distance(*([side() for _ in range(workloads.CHECKED_STEPS)] for side in sides))
     name = f"LossScaleOptimizer, {dtype}"
     row = Row(name, _TARGET, ("Keras", sides[0]), ("polyamp", sides[1]), section="peers")
-    return paired.entry(_noted(row, dtype, distance), paired.measure(row, settings), distance=distance)
+    return paired_timing.entry(_noted(row, dtype, distance), paired_timing.measure(row, settings), distance=distance)
 
 
 def _noted(row: Row, dtype: str, distance: float) -> Row:
@@ -123,13 +123,13 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
-    arguments, settings = paired.parse(parser, seconds=SECONDS)
+    arguments, settings = paired_timing.parse(parser, seconds=SECONDS)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     environment = measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
     dtypes = ("bfloat16",) if arguments.quick else tuple(workloads.DTYPES)
     found = list(entries(tuple(arguments.only) or ("",), dtypes, settings))
-    paired.finish(found, environment, settings, __file__, arguments.json)
+    paired_timing.finish(found, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

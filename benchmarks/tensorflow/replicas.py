@@ -20,8 +20,8 @@ import keras
 import tensorflow as tf
 
 import polyamp
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Row, Settings, Step
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Row, Settings, Step
 from benchmarks.common.results import Entry
 from benchmarks.tensorflow import measure, models
 from benchmarks.tensorflow.step import batch, loss_fn, scaled_by_keras, stack, stack_fields, waiting
@@ -86,20 +86,22 @@ def row(strategy: Any, dtype: str, settings: Settings) -> Entry:
     for side in sides:
         measure.check_products(side, dtype)
     sent = [collectives(side) for side in sides]
-    distance = paired.distance(*([float(side().numpy()) for _ in range(workloads.CHECKED_STEPS)] for side in sides))
+    distance = paired_timing.distance(
+        *([float(side().numpy()) for _ in range(workloads.CHECKED_STEPS)] for side in sides)
+    )
     note = f"{sent[1]} reductions, by hand {sent[0]}"
     if distance > workloads.TOLERANCE[dtype]:
         note += "; other numerics"
     name = f"{REPLICAS} replicas, {dtype}"
     hand, own = (waiting(side) for side in sides)
     found = Row(name, _TARGET, ("Keras by hand", hand), ("polyamp", own), note=note)
-    return paired.entry(found, paired.measure(found, settings), distance=distance)
+    return paired_timing.entry(found, paired_timing.measure(found, settings), distance=distance)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments, settings = paired.parse(parser, seconds=SECONDS)
+    arguments, settings = paired_timing.parse(parser, seconds=SECONDS)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
@@ -107,7 +109,7 @@ def main() -> None:
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(REPLICAS)])
     found = [row(strategy, dtype, settings) for dtype in (DTYPES[:1] if arguments.quick else DTYPES)]
-    paired.finish(found, environment, settings, __file__, arguments.json)
+    paired_timing.finish(found, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 import polyamp
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Found, Row, Settings, Step
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Found, Row, Settings, Step
 from benchmarks.common.results import Entry, Side
 from benchmarks.tensorflow import measure, models
 
@@ -180,8 +180,10 @@ def growth(counts: Sequence[int], settings: Settings, *, slow: bool) -> Iterator
 
     def compared(name: str, base: tuple[str, Step], sizes: tuple[int, int], target: float | None = None) -> Entry:
         row = Row(name, target, base, (f"polyamp, {sizes[1]}", own[sizes[1]]), section="growth")
-        each = [[t / n * 1e6 for t in times] for times, n in zip(paired.measure(row, settings), sizes, strict=True)]
-        return msgspec.structs.replace(paired.entry(row, Found(*each)), unit="us a weight")
+        each = [
+            [t / n * 1e6 for t in times] for times, n in zip(paired_timing.measure(row, settings), sizes, strict=True)
+        ]
+        return msgspec.structs.replace(paired_timing.entry(row, Found(*each)), unit="us a weight")
 
     for count in counts if slow else counts[:1]:
         with models.keras_policy("mixed_bfloat16"):
@@ -210,8 +212,8 @@ def makers(settings: Settings, *, slow: bool) -> Iterator[tuple[str, Callable[[]
         def measured() -> Iterator[Entry]:
             row = make()
             losses = [[step() for _ in range(workloads.CHECKED_STEPS)] for _, step in (row.base, row.own)]
-            distance = paired.distance(*losses)
-            yield paired.entry(row, paired.measure(row, settings), distance=distance)
+            distance = paired_timing.distance(*losses)
+            yield paired_timing.entry(row, paired_timing.measure(row, settings), distance=distance)
 
         return measured
 
@@ -237,14 +239,14 @@ def main() -> None:
     parser.add_argument(
         "--slow", action="store_true", help="also float16 outside XLA and 2000 weights, which take minutes"
     )
-    arguments, settings = paired.parse(parser, seconds=SECONDS)
+    arguments, settings = paired_timing.parse(parser, seconds=SECONDS)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     environment = measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
     wanted = tuple(arguments.only) or (QUICK if arguments.quick else ("",))
     chosen = [make for name, make in makers(settings, slow=arguments.slow) if name.startswith(wanted)]
     entries = [entry for make in chosen for entry in make()]
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

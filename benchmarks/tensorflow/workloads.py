@@ -25,8 +25,8 @@ import keras
 import tensorflow as tf
 
 import polyamp
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Found, Row, Settings, Step
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Found, Row, Settings, Step
 from benchmarks.common.results import Entry, Side
 from benchmarks.common.workloads import Workload
 from benchmarks.tensorflow import measure, models
@@ -175,14 +175,14 @@ def entries_of(case: Case, settings: Settings) -> Iterator[Entry]:
     """Check a case's numerics, then measure it."""
     hand, own = by_hand(case), library(case)  # before either runs: a new seed makes TensorFlow forget its kernels
     losses = [[step() for _ in range(workloads.CHECKED_STEPS)] for step in (hand, own)]
-    distance = paired.distance(*losses)
+    distance = paired_timing.distance(*losses)
     same = distance <= workloads.TOLERANCE[case.dtype]
     note = (
         "" if same else f"other numerics: losses {losses[0][-1]:.6f} and {losses[1][-1]:.6f} at the last step compared"
     )
     row = Row(case.name, None, ("by hand", hand), ("polyamp", own), section="workloads", note=note)
-    found = paired.measure(row, settings)
-    yield paired.entry(row, found, distance=distance)
+    found = paired_timing.measure(row, settings)
+    yield paired_timing.entry(row, found, distance=distance)
     peaks = [Side(name, [measure.peak_memory(step) for _ in range(3)]) for name, step in (row.base, row.own)]
     yield Entry(section="memory", name=case.name, unit="MiB", base=peaks[0], own=peaks[1])
     if case.workload in (workloads.MLP, SHALLOW) and case.dtype == "bfloat16" and not case.clip:
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
     parser.add_argument("--slow", action="store_true", help="also the rows that take long to compile")
-    arguments, settings = paired.parse(parser, **PACE)
+    arguments, settings = paired_timing.parse(parser, **PACE)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     measure.count_memory()
     environment = measure.environment()
@@ -218,7 +218,7 @@ def main() -> None:
         for case in chosen
         for entry in (entries_of(case, settings) if arguments.slow or case not in SLOW else [left_out(case)])
     ]
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
-from benchmarks.common import paired, results, workloads
-from benchmarks.common.paired import Found, Row, Settings, Step
+from benchmarks.common import paired_timing, results, workloads
+from benchmarks.common.paired_timing import Found, Row, Settings, Step
 from benchmarks.common.results import Entry, Side
 from benchmarks.common.workloads import GPT, Workload
 from benchmarks.torch import loops, measure, models
@@ -153,7 +153,7 @@ def measured(own: Step, base: Step, settings: Settings) -> Found:
         base()
         own()
     spent = agreed([(time.perf_counter() - began) / settings.warmup])[0]
-    least = min(paired.LEAST_ROUNDS, settings.rounds)
+    least = min(paired_timing.LEAST_ROUNDS, settings.rounds)
     rounds = int(np.clip(settings.seconds / (spent * settings.steps), least, settings.rounds))
     found = Found([], [])
     gc.collect()
@@ -195,10 +195,10 @@ def compared(case: Case, settings: Settings) -> Entry:
         note = f"left out: a step takes {seconds:.1f} s on this processor"
         missing = Side("polyamp", []), Side("by hand", [])
         return Entry(section="replicas", name=str(case), unit="s", own=missing[0], base=missing[1], note=note)
-    apart = paired.distance(mean_loss(base), mean_loss(own))
+    apart = paired_timing.distance(mean_loss(base), mean_loss(own))
     note = "" if apart <= workloads.TOLERANCE[case.dtype] else "other numerics"
     row = Row(str(case), TARGET, ("by hand", base), ("polyamp", own), section="replicas", note=note)
-    return paired.entry(row, measured(own, base, settings), distance=apart)
+    return paired_timing.entry(row, measured(own, base, settings), distance=apart)
 
 
 def collectives(step: Step) -> list[tuple[str, int]]:
@@ -253,11 +253,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="default: %(default)s")
-    arguments, settings = paired.parse(parser, steps=1, warmup=3, rounds=101, seconds=12)
+    arguments, settings = paired_timing.parse(parser, steps=1, warmup=3, rounds=101, seconds=12)
     if "RANK" not in os.environ:
         return ranks(sys.argv[1:], arguments.processes)
     torch.set_num_threads(settings.threads)
-    paired.keep_freed_memory()
+    paired_timing.keep_freed_memory()
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     environment = {**measure.environment(), "processes": dist.get_world_size()}
@@ -272,7 +272,7 @@ def main() -> int:
     if not wanted or "one reduction".startswith(wanted):
         entries.append(one_reduction(settings))
     if first:
-        paired.finish(entries, environment, settings, __file__, arguments.json)
+        paired_timing.finish(entries, environment, settings, __file__, arguments.json)
     dist.destroy_process_group()
     return 0
 

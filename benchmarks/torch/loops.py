@@ -14,7 +14,7 @@ from torch import nn
 
 import polyamp
 from benchmarks.common import workloads
-from benchmarks.common.paired import Step
+from benchmarks.common.paired_timing import Step
 from benchmarks.common.workloads import Workload
 from benchmarks.torch import models
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from benchmarks.common import results
-from benchmarks.common.paired import Step
+from benchmarks.common.paired_timing import Step
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr when it starts and stops
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import paired, workloads
-from benchmarks.common.paired import Row, Settings
+from benchmarks.common import paired_timing, workloads
+from benchmarks.common.paired_timing import Row, Settings
 from benchmarks.common.results import Entry, Side, heading
 from benchmarks.common.workloads import BLOCK, MLP, Workload
 from benchmarks.torch import keras_peer, loops, measure, models
@@ -110,7 +110,7 @@ def compared(name: str, workload: Workload, variant: Variant, settings: Settings
     if not curve[-1] < curve[0]:
         return _missing(row_name, name, f"does not train: losses {', '.join(f'{loss:.4g}' for loss in curve)}")
     own = loops.workload_with_polyamp(workload, variant, batches).step
-    apart = paired.distance(curve, loops.losses(own))
+    apart = paired_timing.distance(curve, loops.losses(own))
     same = apart <= workloads.TOLERANCE[variant.dtype] and len(seen) == 1
     row = Row(
         row_name,
@@ -120,8 +120,8 @@ def compared(name: str, workload: Workload, variant: Variant, settings: Settings
         section="peers",
         note="" if same else f"other numerics: {told}",
     )
-    found = paired.measure(row, settings._replace(seconds=settings.seconds * SECONDS))
-    return paired.entry(row, found, distance=apart)
+    found = paired_timing.measure(row, settings._replace(seconds=settings.seconds * SECONDS))
+    return paired_timing.entry(row, found, distance=apart)
 
 
 def _missing(row_name: str, name: str, note: str) -> Entry:
@@ -139,10 +139,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows, or peers, whose name starts so")
-    arguments, settings = paired.parse(parser, steps=1, warmup=1)
+    arguments, settings = paired_timing.parse(parser, steps=1, warmup=1)
     os.environ["KERAS_BACKEND"] = "torch"
     torch.set_num_threads(settings.threads)
-    paired.keep_freed_memory()
+    paired_timing.keep_freed_memory()
     environment = measure.environment(**versions())
     print(heading(environment, settings._asdict()) + "\n", flush=True)
     wanted = tuple(arguments.only)
@@ -153,7 +153,7 @@ def main() -> None:
         for name in PEERS
         if not wanted or name.startswith(wanted) or f"{case[0].name}, {case[1]}".startswith(wanted)
     ]
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 import polyamp
-from benchmarks.common import paired, results
-from benchmarks.common.paired import Found, Row, Settings, Step
+from benchmarks.common import paired_timing, results
+from benchmarks.common.paired_timing import Found, Row, Settings, Step
 from benchmarks.common.results import Entry, Side
 from benchmarks.common.workloads import DTYPES
 from benchmarks.torch import loops, measure
@@ -229,18 +229,18 @@ def measured(*, compiled: bool, quick: bool, wanted: tuple[str, ...], settings: 
     def times(row: Row) -> Found | None:
         if wanted and not row.name.startswith(wanted):
             return None
-        return paired.measure(row, settings, measure.backward_clock)
+        return paired_timing.measure(row, settings, measure.backward_clock)
 
     for row in itertools.chain(tensor_rows(), block_rows(compiled=compiled), scaler_rows()):
         if found := times(row):
-            yield paired.entry(row, found)
+            yield paired_timing.entry(row, found)
     if not wanted or any(name.startswith("host") for name in wanted):
         yield from reading_rows(quick=quick)
     growing = []
     for count, row in growth_rows(COUNTS[:2] if quick else COUNTS):
         if found := times(row):
             growing.append((count, found))
-            yield paired.entry(row, found)
+            yield paired_timing.entry(row, found)
     if len(growing) > 1:
         yield from growth(growing)
 
@@ -250,15 +250,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="also the compiled step")
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
-    arguments, settings = paired.parse(parser, steps=1, warmup=1)
+    arguments, settings = paired_timing.parse(parser, steps=1, warmup=1)
     torch.set_num_threads(settings.threads)
-    paired.keep_freed_memory()
+    paired_timing.keep_freed_memory()
     environment = measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
     measure.check_counters()
     wanted = tuple(arguments.only) or (QUICK if arguments.quick else ())
     entries = list(measured(compiled=arguments.compile, quick=arguments.quick, wanted=wanted, settings=settings))
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

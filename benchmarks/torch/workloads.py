@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.common import paired, workloads
-from benchmarks.common.paired import Row, Settings
+from benchmarks.common import paired_timing, workloads
+from benchmarks.common.paired_timing import Row, Settings
 from benchmarks.common.results import Entry, Side, heading
 from benchmarks.common.workloads import BLOCK, GPT, MLP, RESNET, Workload
 from benchmarks.torch import loops, measure
@@ -71,7 +71,7 @@ def compared(case: Case, settings: Settings, *, section: str = "workloads", whol
         missing = {"own": Side(POLYAMP, []), "base": Side(BY_HAND, []), "note": note}
         return (Entry(section=section, name=name_of(case), unit="s", **missing),)
     curve = first + loops.losses(base.step, workloads.CHECKED_STEPS - 1)
-    apart = paired.distance(curve, loops.losses(own.step))
+    apart = paired_timing.distance(curve, loops.losses(own.step))
     row = Row(
         name_of(case),
         None,
@@ -80,8 +80,8 @@ def compared(case: Case, settings: Settings, *, section: str = "workloads", whol
         section=section,
         note=_numerics(curve, apart, case[1].dtype),
     )
-    found = paired.measure(row, settings._replace(seconds=settings.seconds * SECONDS))
-    entry = paired.entry(row, found, distance=apart)
+    found = paired_timing.measure(row, settings._replace(seconds=settings.seconds * SECONDS))
+    entry = paired_timing.entry(row, found, distance=apart)
     return (entry, memory(case, base, own)) if section == "workloads" else (entry,)
 
 
@@ -127,9 +127,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help='rows whose name starts so; "growth" too')
-    arguments, settings = paired.parse(parser, steps=1, warmup=1)
+    arguments, settings = paired_timing.parse(parser, steps=1, warmup=1)
     torch.set_num_threads(settings.threads)
-    paired.keep_freed_memory()
+    paired_timing.keep_freed_memory()
     environment = measure.environment()
     print(heading(environment, settings._asdict()) + "\n", flush=True)
     measure.check_counters()
@@ -140,7 +140,7 @@ def main() -> None:
             entries += compared(case, settings)
     if not wanted or "growth" in wanted:
         entries += growth(workloads.ACCUMULATE[:1] if arguments.quick else workloads.ACCUMULATE, settings)
-    paired.finish(entries, environment, settings, __file__, arguments.json)
+    paired_timing.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

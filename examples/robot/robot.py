@@ -171,7 +171,7 @@ def main() -> None:
     if args.float16_steps:
         print(in_float16(args.float16_steps))
     if args.picture:
-        from picture import draw
+        from curve_plot import draw
 
         draw(losses, TITLES, args.picture)
 

@@ -22,7 +22,7 @@ from rich.console import Console
 import polyamp
 from polyamp.cli import port, tables
 from polyamp.demo import digits
-from polyamp.demo.report import DemoReport
+from polyamp.demo.comparison_report import DemoReport
 from polyamp.errors import PolyampError
 from polyamp.files import write_atomically
 from polyamp.recipe.recipe import Recipe
@@ -256,7 +256,7 @@ def _write_results(report: DemoReport, out: Path) -> list[Path]:
     paths = [out / "report.json"]
     paths[0].write_text(report.to_json() + "\n", encoding="utf-8")
     if report.runs:
-        from polyamp.cli.picture import draw
+        from polyamp.cli.demo_charts import draw
 
         paths += [out / "digits.png", out / "table.md"]
         draw(report, paths[1])

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from polyamp.cli.tables import power_of_two
-from polyamp.parity.execution.messages import (
+from polyamp.parity.execution.worker_messages import (
     ParityEvent,
     SideBuildEvent,
     SideFailureEvent,

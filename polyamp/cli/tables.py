@@ -11,7 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from polyamp.contract.registry import BackendStatus
-from polyamp.demo.report import COMPARED_STEPS, MIXED_FACTOR, TOLERANCE, DemoReport, FrameworkRun, PolicyComparison
+from polyamp.demo.comparison_report import (
+    COMPARED_STEPS,
+    MIXED_FACTOR,
+    TOLERANCE,
+    DemoReport,
+    FrameworkRun,
+    PolicyComparison,
+)
 
 _RUN_COLUMNS = ("framework", "policy", "loss", "accuracy", "applied", "skipped", "scale", "ms/step")
 _DISTANCE_COLUMNS = ("policy", "farthest apart", "distance", "allowed", "from float32", "verdict")

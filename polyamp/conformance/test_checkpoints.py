@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import polyamp
-from polyamp.conformance import resume
+from polyamp.conformance import resume_process
 from polyamp.conformance.problems import batch, changed_arrays, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
@@ -27,13 +27,13 @@ def manifest_data_folder(path: Path) -> Path:
 
 
 def test_s33_a_folder_resumes_bit_identically(backend: Backend, tmp_path: Path) -> None:
-    state = resume.advance_state(resume.fresh_state(backend.name, "normalized_mlp", seed=0), 0, 4)
+    state = resume_process.advance_state(resume_process.fresh_state(backend.name, "normalized_mlp", seed=0), 0, 4)
     polyamp.save(state, tmp_path / "folder", sharded=True)
     polyamp.save(state, tmp_path / "file")
-    straight = backend.export_state(resume.advance_state(state, 4, 8))
+    straight = backend.export_state(resume_process.advance_state(state, 4, 8))
     for name in ("folder", "file"):
-        other = polyamp.restore(resume.fresh_state(backend.name, "normalized_mlp", seed=1), tmp_path / name)
-        resumed = backend.export_state(resume.advance_state(other, 4, 8))
+        other = polyamp.restore(resume_process.fresh_state(backend.name, "normalized_mlp", seed=1), tmp_path / name)
+        resumed = backend.export_state(resume_process.advance_state(other, 4, 8))
         assert set(resumed) == set(straight)
         assert [key for key in straight if straight[key].tobytes() != resumed[key].tobytes()] == [], name
 

@@ -12,7 +12,7 @@ from polyamp.conformance.problems import advance, batch, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolicyError
-from polyamp.rules.float32_ops import OP_FAMILIES
+from polyamp.rules.float32_op_families import OP_FAMILIES
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import polyamp
-from polyamp.conformance.in_memory_store import InMemoryStore
+from polyamp.conformance.in_memory_rank_store import InMemoryStore
 from polyamp.conformance.problems import layers, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance import resume
+from polyamp.conformance import resume_process
 from polyamp.conformance.problems import batch, changed_arrays, flat_weights, layers, loss_fn, recipe, to_float
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
@@ -29,15 +29,15 @@ def runs(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """Return the arrays of each kind of model after training straight on, and after resuming in a new process."""
     folder = tmp_path_factory.mktemp("resume")
     straight = {}
-    for kind in resume.KINDS:
-        state = resume.advance_state(resume.fresh_state(backend.name, kind, seed=0), 0, 6)
+    for kind in resume_process.KINDS:
+        state = resume_process.advance_state(resume_process.fresh_state(backend.name, kind, seed=0), 0, 6)
         polyamp.save(state, folder / f"{kind}.safetensors")
-        straight[kind] = backend.export_state(resume.advance_state(state, 6, 12))
-    subprocess.run([sys.executable, "-m", resume.__name__, backend.name, str(folder)], check=True, timeout=300)
-    return {kind: (straight[kind], dict(np.load(folder / f"{kind}.npz"))) for kind in resume.KINDS}
+        straight[kind] = backend.export_state(resume_process.advance_state(state, 6, 12))
+    subprocess.run([sys.executable, "-m", resume_process.__name__, backend.name, str(folder)], check=True, timeout=300)
+    return {kind: (straight[kind], dict(np.load(folder / f"{kind}.npz"))) for kind in resume_process.KINDS}
 
 
-@pytest.mark.parametrize("kind", resume.KINDS)
+@pytest.mark.parametrize("kind", resume_process.KINDS)
 def test_s22_resume_is_bit_identical(runs: dict[str, tuple[Arrays, Arrays]], kind: str) -> None:
     straight, resumed = runs[kind]
     assert set(resumed) == set(straight)
@@ -140,7 +140,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 def test_s22_a_forged_checkpoint_changes_nothing(backend: Backend, harness: Harness, tmp_path: Path) -> None:
     """A digest that is right proves nothing: everything is looked at before the first write."""
-    state = resume.advance_state(resume.fresh_state(backend.name, "mlp", seed=0), 0, 2)
+    state = resume_process.advance_state(resume_process.fresh_state(backend.name, "mlp", seed=0), 0, 2)
     before = state_bytes(backend, state)
     for name, (forge, message) in FORGERIES.items():
         arrays = backend.export_state(state)

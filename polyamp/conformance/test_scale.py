@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe, to_float, train
-from polyamp.conformance.published import OVERFLOWS, PUBLISHED_SCALERS
+from polyamp.conformance.published_scalers import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import LossScaleStuckError

@@ -1,6 +1,6 @@
-"""Registry of the backends, with the types of the contract: lookup, status, and `explain`.
+"""Registry of the backends, with the types of the contract: lookup and status.
 
-`polyamp.lookup.backends` finds a backend; modules below the contract use it directly.
+`polyamp.backend_lookup` finds a backend; modules below the contract use it directly.
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from polyamp.contract.backend import Backend, BackendInfo, HasOperationRules
-from polyamp.contract.casting_report import CastingReport
-from polyamp.errors import BackendError, UnsupportedError
-from polyamp.lookup import backends as lookup
-from polyamp.lookup import versions
-from polyamp.lookup.backends import check_backend_argument, entries, install_command, names
-from polyamp.recipe.policy import Policy
+from polyamp import backend_lookup as lookup
+from polyamp.backend_lookup import check_backend_argument, entries, install_command, names
+from polyamp.contract.backend import Backend, BackendInfo
+from polyamp.errors import BackendError
 
 __all__ = [
     "BackendStatus",
     "backend_for",
+    "backend_of",
     "backend_of_type",
     "backends",
     "check_backend_argument",
     "entries",
-    "explain",
     "get",
     "install_command",
     "names",
@@ -36,6 +33,8 @@ backend_for: Final[Callable[..., Backend]] = lookup.backend_for
 backend_of_type: Final[Callable[[type], Backend | None]] = lookup.backend_of_type
 _FOUND_PREFIX: Final = "polyamp found: "
 """Prefix of the line on which a probed backend reports its result."""
+_loaded_backends: dict[str, Backend] = {}
+"""Backends used so far, by name."""
 
 
 class BackendStatus(NamedTuple):
@@ -56,6 +55,19 @@ class BackendStatus(NamedTuple):
     problem: str | None
 
 
+def backend_of(target: Any) -> Backend:
+    """Return the backend of an array, a model or a state, in eager and in compiled code.
+
+    torch.compile cannot trace the search. So it runs `_backend_name` while tracing and treats the name as a constant,
+    which indexes a dictionary of loaded backends.
+
+    Raises:
+        BackendError: no backend recognises it.
+    """
+    name = _backend_name(type(target))
+    return backend_for(target) if name is None else _loaded_backends[name]
+
+
 def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
     """Return the status of every registered backend: whether it is usable, its version and devices, or why not.
 
@@ -69,45 +81,6 @@ def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
     return {name: _probe_status(name) if probe else status(name) for name in sorted(names())}
 
 
-def explain(
-    target: Any, policy: Policy | str, *inputs: Any, strict: bool = False, backend: str | None = None
-) -> CastingReport:
-    """Report the dtype of each operation of `target(*inputs)` under a policy, and the rule that decided it.
-
-    Args:
-        target: a function or a model, as for `policy.autocast`.
-        policy: the policy, or its spelling.
-        *inputs: the arguments; arrays of the framework, or its descriptions of array shapes.
-        strict: raise for an operation that no op list names.
-        backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
-            does not decide), or of the framework that the function names.
-
-    Raises:
-        UnsupportedError: the backend has no casting reports; or with `strict`, an operation has no rule.
-        TraceError: the target cannot be traced.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, polyamp
-        >>> layer = lambda w, x: jnp.exp(x @ w)
-        >>> print(polyamp.explain(layer, polyamp.Policy("mixed_float16"), jnp.ones((2, 3)), jnp.ones((4, 2))))
-        Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]
-        <BLANKLINE>
-        module  operation    dtype    rule     count
-        ------  -----------  -------  -------  -----
-        .       dot_general  float16  compute      1
-        .       exp          float32  float32      1
-        <BLANKLINE>
-        casts: 1 float16 -> float32, 2 float32 -> float16
-        opaque: none
-    """
-    chosen = get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
-    if not isinstance(chosen, HasOperationRules):
-        raise UnsupportedError(
-            f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
-        )
-    return chosen.explain(target, Policy.of(policy), *inputs, strict=strict)
-
-
 def status(name: str) -> BackendStatus:
     """Return the status of one backend, without the others. Imports nothing."""
     import importlib.util
@@ -117,17 +90,17 @@ def status(name: str) -> BackendStatus:
         return BackendStatus(name, False, None, (), f"its package is missing; {install_command(entries()[name])}")
     if importlib.util.find_spec(root) is None:
         return BackendStatus(name, False, None, (), f"{root} is not installed; {install_command(entries()[name])}")
-    too_old = versions.outdated_requirement(entries()[name])
+    too_old = lookup.outdated_requirement(entries()[name])
     if too_old is not None:
         return BackendStatus(
-            name, False, versions.installed_version(root), (), f"{too_old} {install_command(entries()[name])}"
+            name, False, lookup.installed_version(root), (), f"{too_old} {install_command(entries()[name])}"
         )
     if root in sys.modules:
         try:
             return _loaded_status(name, get(name).info())
         except BackendError as error:
             return BackendStatus(name, False, None, (), str(error))
-    return BackendStatus(name, True, versions.installed_version(root), (), None)
+    return BackendStatus(name, True, lookup.installed_version(root), (), None)
 
 
 def _loaded_status(name: str, info: BackendInfo) -> BackendStatus:
@@ -155,3 +128,15 @@ def _probe_status(name: str) -> BackendStatus:
     lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
     problem = re.sub(r"^polyamp\.errors\.\w+: ", "", lines[-1])  # drop the class of the exception
     return BackendStatus(name, False, None, (), problem)
+
+
+def _backend_name(kind: type) -> str | None:
+    """Return the backend's name in `_loaded_backends`; None if the type does not determine it."""
+    backend = backend_of_type(kind)
+    if backend is None:
+        return None
+    return _loaded_backends.setdefault(backend.name, backend).name
+
+
+# What torch.compiler.assume_constant_result sets, without the import of torch. Other frameworks ignore it.
+_backend_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute

@@ -23,12 +23,12 @@ import msgspec
 from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.demo import digits
+from polyamp.demo.comparison_report import DemoReport, FrameworkFailure, FrameworkRun, compare
 from polyamp.demo.digits import BATCH_SIZE, POLICIES, STEPS, TIMEOUT
-from polyamp.demo.report import DemoReport, FrameworkFailure, FrameworkRun, compare
 from polyamp.demo.worker import DemoEvent, DemoMessage, DigitsJob, PolicyResultEvent
 from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
-from polyamp.parity.execution.array_store import ArrayStore
-from polyamp.parity.execution.messages import ParityEvent, SideFailureEvent
+from polyamp.parity.execution.memory_mapped_arrays import ArrayStore
+from polyamp.parity.execution.worker_messages import ParityEvent, SideFailureEvent
 from polyamp.parity.execution.worker_pool import SideProcess, WorkerPool
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe

@@ -16,10 +16,11 @@ import msgspec
 import polyamp
 from polyamp import losses
 from polyamp.contract import registry
-from polyamp.demo.report import FrameworkRun
+from polyamp.demo.comparison_report import FrameworkRun
 from polyamp.errors import PolyampError
-from polyamp.parity.execution.array_store import BatchTree, load_batch
-from polyamp.parity.execution.messages import (
+from polyamp.parity.execution.memory_mapped_arrays import BatchTree, load_batch
+from polyamp.parity.execution.side_worker import SideWorker
+from polyamp.parity.execution.worker_messages import (
     ParityEvent,
     SideBuildEvent,
     SideFinishEvent,
@@ -27,9 +28,8 @@ from polyamp.parity.execution.messages import (
     WorkerJob,
     WorkerMessage,
 )
-from polyamp.parity.execution.side_worker import SideWorker
-from polyamp.parity.findings import Environment, Failure
-from polyamp.parity.own_loop import RecipeTrainer
+from polyamp.parity.report_data import Environment, Failure
+from polyamp.parity.trainers import RecipeTrainer
 from polyamp.recipe.recipe import Recipe
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyamp.parity.execution.runner import run
-    from polyamp.parity.own_loop import OwnLoop
     from polyamp.parity.report.report import Divergence, Report
+    from polyamp.parity.trainers import OwnLoop
 
 _LAZY = {
     "Divergence": "polyamp.parity.report.report",
-    "OwnLoop": "polyamp.parity.own_loop",
+    "OwnLoop": "polyamp.parity.trainers",
     "Report": "polyamp.parity.report.report",
     "run": "polyamp.parity.execution.runner",
 }

@@ -11,10 +11,9 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.errors import ArgumentError
-from polyamp.parity.execution.collect_report import build_report
 from polyamp.parity.execution.participant import Participant
-from polyamp.parity.execution.recorder import BatchSource, side_batch
-from polyamp.parity.execution.side_record import SideRecord
+from polyamp.parity.execution.report_builder import SideRecord, build_report
+from polyamp.parity.execution.trace_recorder import BatchSource, side_batch
 from polyamp.parity.precisions import comparison_phases
 from polyamp.parity.report.report import Report
 from polyamp.porting.check import ChannelOrderAdapter

@@ -8,7 +8,7 @@ import msgspec
 
 from polyamp.errors import PolicyError, PolyampError, RecipeError, describe_value
 from polyamp.float_formats import FORMATS
-from polyamp.parity.own_loop import OwnLoop
+from polyamp.parity.trainers import OwnLoop
 from polyamp.recipe.optimizers import is_spec, sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe

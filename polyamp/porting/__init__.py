@@ -17,8 +17,8 @@ from polyamp.porting.files.canonical_file import open  # noqa: A004  # public na
 from polyamp.porting.layouts import operations
 from polyamp.porting.layouts.canonical_model import Canonical, Layer
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.layer_registration import register
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.layouts.registration import register
 from polyamp.porting.model_side import export
 from polyamp.porting.port import load
 from polyamp.porting.port_report import PortReport

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from polyamp.errors import PortError
+from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.converter import Evaluation
-from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.matching.attribute_differences import Difference, format_differences
@@ -298,9 +298,8 @@ def _unobserved_layers(
             found += [path for path in lined[begin:end] if path not in known]
     if not found:
         return ""
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
     return (
-        f" Layers there whose outputs are not shown by both sides: {', '.join(map(repr, found[:_MAX_LISTED]))}{more}."
+        f" Layers there whose outputs are not shown by both sides: {join_first(list(map(repr, found)), _MAX_LISTED)}."
     )
 
 
@@ -324,9 +323,9 @@ def _gradient_errors(
     largest = max((float(np.max(np.abs(each))) for each in one.gradients.values() if each.size), default=0.0)
     found = {}
     for each in pairs:
-        ours = _canonical_gradients(each, 0, one.gradients)
-        theirs = _canonical_gradients(each, 1, two.gradients)
-        if ours is None or theirs is None:
+        ours = canonical_gradients(each.source, each.fit.source, one.gradients)
+        theirs = canonical_gradients(each.target, each.fit.target, two.gradients)
+        if not ours or not theirs:
             continue
         if each.target.path in orders:
             ours = orders[each.target.path].apply(ours)
@@ -334,28 +333,4 @@ def _gradient_errors(
             found[f"{each.target.path}/{name}"] = _relative_error(
                 ours[name].read(), theirs[name].read(), _FLOOR * largest
             )
-    return found
-
-
-def _canonical_gradients(match: LayerMatch, side: int, gradients: Mapping[str, Array]) -> dict[str, Lazy] | None:
-    """Return a layer's gradients as canonical arrays; None if some arrays are not trained, or are tied elsewhere."""
-    layer = match.target if side else match.source
-    form = match.fit.target if side else match.fit.source
-    rules = tuple(
-        rule
-        for rule in form.rules
-        if all(
-            layer.leaves[name].trainable and layer.leaves[name].tied is None and layer.leaves[name].name in gradients
-            for name in rule.native
-        )
-    )
-    if not rules:
-        return None
-    found: dict[str, Lazy] = {}
-    for rule in rules:
-        native = {name: Lazy.of(gradients[layer.leaves[name].name]) for name in rule.native}
-        made = dataclasses.replace(form, rules=(rule,)).arrays(native, gradients=True)
-        if any(getattr(operation, "absent", ()) for operation in rule.operations):
-            made = {rule.canonical[0]: made[rule.canonical[0]]}  # an array that a framework lacks has no gradient
-        found.update(made)
     return found

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from polyamp.errors import PortError, describe_value
+from polyamp.errors import PortError, describe_value, join_first
 from polyamp.porting.check import Batch, ChannelOrderAdapter, fill_and_check
 from polyamp.porting.layouts.canonical_model import Canonical
 from polyamp.porting.layouts.inventory import Inventory
@@ -205,7 +205,4 @@ def _describe_left_arrays(source: Inventory) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, why in source.left.items():
         reasons.setdefault(why, []).append(name)
-    return [
-        f"not moved: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} ({why})"
-        for why, found in reasons.items()
-    ]
+    return [f"not moved: {join_first(found, 3)} ({why})" for why, found in reasons.items()]

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from polyamp.errors import PortError
+from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.matching.attribute_differences import AttributeComparison, Difference
 from polyamp.porting.matching.layer_fit import find_layer_fit
@@ -18,19 +18,19 @@ _MAX_LISTED = 8
 
 
 def check_complete(
-    found: Matching, comparison: AttributeComparison, source: Inventory, target: Inventory, *, strict: bool
+    matching: Matching, comparison: AttributeComparison, source: Inventory, target: Inventory, *, strict: bool
 ) -> set[int]:
     """Return the ids of pairs that must not be moved; empty with `strict`, which raises instead.
 
     Raises:
         PortError: with `strict`, anything prevents the target from being equal to the source.
     """
-    ambiguous = [each for each in found.pairs if each.fit.ambiguity]
+    ambiguous = [each for each in matching.pairs if each.fit.ambiguity]
     structural = {(each.source, each.target): each for each in comparison.differences if each.structural}
-    other = [each for each in found.pairs if (each.source.path, each.target.path) in structural]
+    other = [each for each in matching.pairs if (each.source.path, each.target.path) in structural]
     if strict:
-        if found.unmatched[0] or found.unmatched[1] or found.indistinguishable:
-            raise PortError(_unmatched_message(found, source, target))
+        if matching.unmatched[0] or matching.unmatched[1] or matching.indistinguishable:
+            raise PortError(_unmatched_message(matching, source, target))
         if ambiguous:
             raise PortError(
                 _ambiguity_message(ambiguous[0].source, ambiguous[0].target, ambiguous[0].fit.ambiguity, len(ambiguous))
@@ -43,27 +43,27 @@ def check_complete(
 def dtype_error(wrong: Sequence[str], target: Inventory) -> PortError:
     """Return the error for leaves with different dtypes."""
     return PortError(
-        f"dtypes differ, and casting would change values: {_shorten_list(wrong)}. Give the {target.framework} model "
-        "the source's dtype, or port with strict=False, which casts."
+        f"dtypes differ, and casting would change values: {join_first(wrong, _MAX_LISTED, '; ')}. Give the "
+        f"{target.framework} model the source's dtype, or port with strict=False, which casts."
     )
 
 
-def _unmatched_message(found: Matching, source: Inventory, target: Inventory) -> str:
-    ours = [*found.unmatched[0], *(layer for group, _ in found.indistinguishable for layer in group)]
-    theirs = [*found.unmatched[1], *(layer for _, group in found.indistinguishable for layer in group)]
+def _unmatched_message(matching: Matching, source: Inventory, target: Inventory) -> str:
+    ours = [*matching.unmatched[0], *(layer for group, _ in matching.indistinguishable for layer in group)]
+    theirs = [*matching.unmatched[1], *(layer for _, group in matching.indistinguishable for layer in group)]
     heading = f"source ({source.framework})", f"target ({target.framework})"
-    lines = [_count_message(found), format_sides(ours, theirs, heading)]
-    lines += _rename_hints(ours, theirs, is_ambiguous=bool(found.indistinguishable))
+    lines = [_count_message(matching), format_sides(ours, theirs, heading)]
+    lines += _rename_hints(ours, theirs, is_ambiguous=bool(matching.indistinguishable))
     lines.append("strict=False moves the rest and leaves these as they are.")
     return "\n".join(lines)
 
 
-def _count_message(found: Matching) -> str:
+def _count_message(matching: Matching) -> str:
     said = []
-    ours, theirs = found.unmatched
+    ours, theirs = matching.unmatched
     if ours or theirs:
         said.append(f"{len(ours)} of the source's layers and {len(theirs)} of the target's have no partner")
-    for ours, theirs in found.indistinguishable[:_MAX_LISTED]:
+    for ours, theirs in matching.indistinguishable[:_MAX_LISTED]:
         said.append(
             f"nothing tells which of {', '.join(layer.path for layer in ours[:4])} is which of "
             f"{', '.join(layer.path for layer in theirs[:4])}: they are alike in kind and shape, and their names say "
@@ -128,17 +128,12 @@ def _ambiguity_message(source: NativeLayer, target: NativeLayer, why: str, count
         f"how {source.path!r} goes into {target.path!r} cannot be told{more}: {why}.\n"
         f"  source: {format_layer(source)}\n  target: {format_layer(target)}\n"
         "Give a batch (check=batch), which shows what layers a linen or haiku model calls; or give a parameter of your "
-        "own layer its form: polyamp.porting.layouts.registration."
+        "own layer its form: polyamp.porting.layouts.layer_registration."
     )
 
 
 def _structural_message(differences: Sequence[Difference]) -> str:
     return (
         "the target computes another function with these weights, which no conversion of weights can mend: "
-        f"{_shorten_list([str(each) for each in differences])}"
+        f"{join_first([str(each) for each in differences], _MAX_LISTED, '; ')}"
     )
-
-
-def _shorten_list(entries: Sequence[str]) -> str:
-    more = f"; and {len(entries) - _MAX_LISTED} more" if len(entries) > _MAX_LISTED else ""
-    return "; ".join(entries[:_MAX_LISTED]) + more

@@ -1,6 +1,7 @@
 """`make_transfer_plan`, which matches two inventories, compares their attributes, and raises if they are incompatible.
 
-The plan is common to moving a model and moving a training state.
+The plan is common to moving a model and moving a training state. Models may have tied arrays, such as a head tied to an
+embedding, also if only one side ties them; the matching leaves out layers without arrays of their own.
 """
 
 from __future__ import annotations
@@ -8,14 +9,47 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.matching import tied_weights
+import numpy as np
+
+from polyamp.errors import PortError
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.attribute_differences import AttributeComparison, compare_attributes
 from polyamp.porting.matching.flatten_order import ChannelOrder, find_channel_orders, unknown_order_error
-from polyamp.porting.matching.matching import LayerMatch
+from polyamp.porting.matching.matching import LayerMatch, Matching, match_layers
 from polyamp.porting.matching.rename_rules import check_rename_rules
 from polyamp.porting.port_errors import check_complete
 from polyamp.porting.port_report import PortedLayer
+
+
+class TieConstraints:
+    """Conditions on ties that are checked once the new values are known.
+
+    Args:
+        equal: layers of the source that must equal the layers to which the target ties them.
+        notes: notes for the report.
+    """
+
+    def __init__(self, equal: list[LayerMatch], notes: list[str]) -> None:
+        self._equal = equal
+        self._notes = notes
+
+    def check(self, leaves: Mapping[str, Lazy]) -> list[str]:
+        """Return the notes, after comparing values if a tie requires it.
+
+        Raises:
+            PortError: the target ties arrays that have different values in the source.
+        """
+        for each in self._equal:
+            arrays = each.fit.target.leaves(each.fit.source.arrays(each.source.arrays), each.target.arrays)
+            for name, value in arrays.items():
+                owner = each.target.leaves[name].tied
+                if owner is not None and owner in leaves and not np.array_equal(leaves[owner].read(), value.read()):
+                    raise PortError(
+                        f"the target ties {each.target.leaves[name].name!r} to {owner!r}, and the source has other "
+                        f"values in {each.source.path!r}. Build the target without the tie."
+                    )
+        return self._notes
 
 
 class TransferPlan(NamedTuple):
@@ -33,7 +67,7 @@ class TransferPlan(NamedTuple):
     pairs: Sequence[LayerMatch]
     channel_orders: Mapping[str, ChannelOrder]
     comparison: AttributeComparison
-    tie_constraints: tied_weights.TieConstraints
+    tie_constraints: TieConstraints
     missing: Sequence[str]
     unused: Sequence[str]
 
@@ -53,7 +87,7 @@ def make_transfer_plan(
     Raises:
         PortError: `names` is invalid; with `strict`, a layer cannot be moved.
     """
-    found, tie_constraints = tied_weights.match_with_ties(source, target, check_rename_rules(names))
+    found, tie_constraints = _match_with_ties(source, target, check_rename_rules(names))
     comparison = compare_attributes(source, target, found.pairs)
     orders = find_channel_orders(source, target, found.pairs)
     excluded = check_complete(found, comparison, source, target, strict=strict)
@@ -72,3 +106,35 @@ def make_transfer_plan(
         [*(layer.path for layer in found.unmatched[1]), *indistinguishable[1], *(each.target.path for each in left)],
         [*(layer.path for layer in found.unmatched[0]), *indistinguishable[0], *(each.source.path for each in left)],
     )
+
+
+def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, str]) -> tuple[Matching, TieConstraints]:
+    """Return the layers in pairs, whether a head is tied on both sides, on one side or on none."""
+    first = match_layers(source, target, names)
+    found = first
+    for tied in ((True, False), (False, True)):
+        if found.is_complete or not _has_ties((source, target)[tied.index(True)]):
+            continue
+        again = match_layers(source, target, names, tied=tied)
+        found = again if again.is_complete else found
+    notes, equal = [], []
+    for each in found.pairs:
+        owners = [_tie_owners(layer) for layer in (each.source, each.target)]
+        if owners[0] and not owners[1]:
+            notes.append(
+                f"{each.target.path} has the values of {owners[0][0]} in the source, where both are one array; here "
+                "they part as soon as they are trained"
+            )
+        elif owners[1] and not owners[0]:
+            equal.append(each)
+            notes.append(f"{each.target.path} is tied to {owners[1][0]} here, and has values of its own in the source")
+    return found, TieConstraints(equal, notes)
+
+
+def _has_ties(inventory: Inventory) -> bool:
+    return any(_tie_owners(layer) for layer in inventory.layers)
+
+
+def _tie_owners(layer: NativeLayer) -> list[str]:
+    """Return the names of the arrays to which a layer is tied."""
+    return [leaf.tied for leaf in layer.leaves.values() if leaf.tied is not None]

@@ -76,7 +76,7 @@ class Spec(Record):
 
     def __post_init__(self) -> None:
         if not is_schedule(self.learning_rate):
-            _check_number("learning_rate", self.learning_rate, low=0.0)
+            _check_number("learning_rate", self.learning_rate)
         for name in self.hyperparameters:
             value, default = getattr(self, name), self.defaults[name]
             if isinstance(default, bool):
@@ -86,9 +86,9 @@ class Spec(Record):
                 if not isinstance(value, tuple) or len(value) != 2:
                     raise RecipeError(f"{name} must be a pair of numbers. Received: {name}={value!r}.")
                 for item in value:
-                    _check_number(name, item, low=0.0, below=1.0)
+                    _check_number(name, item, below=1.0)
             else:
-                _check_number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
+                _check_number(name, value, below=1.0 if name in ("momentum", "alpha") else math.inf)
         groups: Any = getattr(self, "groups")  # noqa: B009  # the last field, declared in every subclass
         if groups:
             groups = check_groups(self, groups)
@@ -196,9 +196,9 @@ def one_minus_power(base: float, exponent: Any, xp: ArrayNamespace) -> Any:
     return -xp.expm1(exponent * math.log(base)) if base > 0.0 else xp.asarray(1.0, exponent)
 
 
-def _check_number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
-        limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
+def _check_number(name: str, value: Any, *, below: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < below:
+        limit = "of at least 0" + (f" and below {below:g}" if below < math.inf else "")
         schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
         instead = plain_number_hint(value) or (_rate_hint(value) if name == "learning_rate" else "")
         raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.{instead}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, Never, TypeVar
 
+from polyamp import backend_lookup
 from polyamp.errors import (
     BackendError,
     BackendNotInstalledError,
@@ -20,10 +21,9 @@ from polyamp.errors import (
     did_you_mean,
 )
 from polyamp.float_formats import FORMATS, HALF_DTYPES, canonical_dtype, framework_dtype_name
-from polyamp.lookup import backends
-from polyamp.recipe import dialects
-from polyamp.recipe import module_aliases as alias_names
 from polyamp.recipe import overrides as globs
+from polyamp.recipe import path_aliases as alias_names
+from polyamp.recipe import policy_names
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.records import Record, unknown_argument_error
 
@@ -48,7 +48,7 @@ class Policy(Record, kw_only=True):
 
     Args:
         spelling: a word of another library ("mixed_float16", "bf16-mixed", "fp16", "O2",
-            "params=float32,compute=bf16,output=f32"); see `polyamp.recipe.dialects`.
+            "params=float32,compute=bf16,output=f32"); see `polyamp.recipe.policy_names`.
         param: dtype in which parameters are stored, the master weights.
         compute: dtype of matrix multiplications, convolutions and attention.
         output: dtype that the model returns.
@@ -128,7 +128,7 @@ class Policy(Record, kw_only=True):
                 raise PolicyError(
                     f"{spelling!r} already settles {', '.join(doubled)}; give either the word or the dtypes."
                 )
-            word = dialects.parse_spelling(spelling)
+            word = policy_names.parse_spelling(spelling)
             dtypes = {"param": word.param, "compute": word.compute, "output": word.output}
             if mode is not None and word.mode is not None and mode != word.mode:
                 raise PolicyError(f"{spelling!r} means mode={word.mode!r}. Received: mode={mode!r}.")
@@ -226,8 +226,8 @@ class Policy(Record, kw_only=True):
         extras = [name for name, default in _EXTRAS if getattr(self, name) != default]
         if self.overrides:
             extras.append("overrides")
-        return dialects.spell_policy(
-            dialects.PolicySpelling(self.param, self.compute, self.output, self.mode), dialect, extras=extras
+        return policy_names.spell_policy(
+            policy_names.PolicySpelling(self.param, self.compute, self.output, self.mode), dialect, extras=extras
         )
 
     def dtype_at(self, path: str) -> str | None:
@@ -284,10 +284,10 @@ class Policy(Record, kw_only=True):
         """
         chosen: Any = None
         if backend is not None:
-            chosen = backends.get(backend)
+            chosen = backend_lookup.get(backend)
         else:
             try:
-                chosen = backends.backend_for(target)
+                chosen = backend_lookup.backend_for(target)
             except BackendNotInstalledError:
                 raise
             except BackendError:
@@ -296,11 +296,11 @@ class Policy(Record, kw_only=True):
         if chosen is not None:
             under: Callable[..., Any] = check_supported(chosen, self).autocast(target, self)
             return under
-        own = functools.cache(lambda: backends.backend_of_function(target))
+        own = functools.cache(lambda: backend_lookup.backend_of_function(target))
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = backends.backend_of_values((*args, *kwargs.values())) or own()
+            found = backend_lookup.backend_of_values((*args, *kwargs.values())) or own()
             return check_supported(found, self).autocast(target, self)(*args, **kwargs)
 
         return call
@@ -308,7 +308,7 @@ class Policy(Record, kw_only=True):
     def native(self, backend: str) -> Any:
         """Return the framework's own object for this policy: a `torch.autocast` context, a `keras.DTypePolicy`, or in
         JAX a function transform."""
-        return check_supported(backends.get(backend), self).native_policy(self)
+        return check_supported(backend_lookup.get(backend), self).native_policy(self)
 
     def cast_to_param(self, tree: _Target) -> _Target:
         """Return `tree` with its floating leaves in `param` dtype (S2: all other leaves are unchanged)."""
@@ -328,7 +328,7 @@ class Policy(Record, kw_only=True):
         return "float64" in (self.param, self.compute, self.output)
 
     def _cast(self, tree: _Target, dtype: str) -> _Target:
-        result: _Target = backends.backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
+        result: _Target = backend_lookup.backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
         return result
 
 
@@ -348,7 +348,7 @@ def check_supported(backend: Any, policy: Policy) -> Any:
 
 def spelling_hint(value: Any) -> str:
     """Return a hint for a value that is no spelling: "" or one or two sentences with a leading space."""
-    if isinstance(value, int) and str(value) in dialects.DIALECTS["lightning"]:
+    if isinstance(value, int) and str(value) in policy_names.DIALECTS["lightning"]:
         word = "16-mixed" if value == 16 else f"{value}-true"
         return f" Did you mean {word!r}?"
     if isinstance(value, Mapping):

@@ -250,7 +250,7 @@ class Recipe(Record, kw_only=True):
                 f"a native optimizer ({type(self.optimizer).__qualname__}) cannot be written to a file; use one of "
                 "polyamp's specs, such as polyamp.adamw(...)."
             )
-        from polyamp.recipe.files import to_plain_data
+        from polyamp.recipe.serialization import to_plain_data
 
         fields: dict[str, Any] = to_plain_data(self)
         fields["policy"].pop("aliases", None)  # the recipe has them already
@@ -278,7 +278,7 @@ def _add_line_number(message: str, text: str | bytes) -> str:
 def _decode(parse: Callable[[str | bytes], Any], source: str, text: str | bytes) -> Recipe:
     import msgspec
 
-    from polyamp.recipe.files import record_from_data
+    from polyamp.recipe.serialization import record_from_data
 
     try:
         plain = parse(text)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
+from polyamp import backend_lookup
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import (
     ArgumentError,
@@ -31,7 +32,6 @@ from polyamp.errors import (
     describe_value,
     did_you_mean,
 )
-from polyamp.lookup import backends
 from polyamp.recipe.policy import Policy
 from polyamp.records import Record
 
@@ -203,7 +203,7 @@ class LossScaler(Record, kw_only=True):
         """
         if (backend is None) == (like is None):
             raise LossScaleError("init() takes either a backend's name, or like=array. Received: both or neither.")
-        found = backends.get(backend) if backend is not None else backends.backend_for(like)
+        found = backend_lookup.get(backend) if backend is not None else backend_lookup.backend_for(like)
         return LossScaleState(
             scale=found.scalar(self.init_scale, "float32", like=like),
             good_steps=found.scalar(0, "int32", like=like),
@@ -219,7 +219,7 @@ class LossScaler(Record, kw_only=True):
             LossError: the loss is not a floating scalar.
         """
         _check_state(state, "scaler.scale(loss, state)")
-        return backends.backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
+        return backend_lookup.backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
 
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
         """Return gradients of the unscaled loss in float32, and the finite flag: a boolean device scalar (S7, S10).
@@ -239,7 +239,9 @@ class LossScaler(Record, kw_only=True):
             GradientError: there is no floating gradient.
         """
         _check_state(state, "scaler.unscale(grads, state)")
-        found: tuple[Any, Any] = backends.backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
+        found: tuple[Any, Any] = backend_lookup.backend_for(state.scale).unscale(
+            grads, state.scale if self.scales else None
+        )
         return found
 
     def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
@@ -249,7 +251,7 @@ class LossScaler(Record, kw_only=True):
             finite: the flag from `unscale`: a boolean scalar of the same framework, or a Python bool.
         """
         _check_state(state, "scaler.update(state, finite)")
-        return self.next_state(state, finite, backends.backend_for(state.scale).xp)
+        return self.next_state(state, finite, backend_lookup.backend_for(state.scale).xp)
 
     def next_state(self, state: LossScaleState, finite: Any, xp: ArrayNamespace) -> LossScaleState:
         """Return the next state by rule S15 over an array namespace.
@@ -294,7 +296,7 @@ class LossScaler(Record, kw_only=True):
         Raises:
             UnsupportedError: the backend has no such object.
         """
-        found = backends.get(backend)
+        found = backend_lookup.get(backend)
         if not hasattr(found, "native_scaler"):
             raise UnsupportedError(
                 f"the {backend} backend of this version has no loss-scaling object of its own. Use scaler.scale, "

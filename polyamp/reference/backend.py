@@ -266,7 +266,7 @@ class ReferenceBackend:
     @property
     def porting_states(self) -> StateConverter:
         """Converter of training states for `polyamp.port`."""
-        from polyamp.reference.training_states import ReferenceStateConverter
+        from polyamp.reference.converter import ReferenceStateConverter
 
         return ReferenceStateConverter()
 
@@ -279,7 +279,7 @@ class ReferenceBackend:
 
     def describe_state(self, state: Any, arrays: Mapping[str, Array]) -> str:
         """Return metadata of a checkpoint's arrays, for other frameworks."""
-        from polyamp.porting.states.metadata import state_metadata_json
+        from polyamp.porting.states.checkpoint_metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
 

@@ -1,21 +1,29 @@
-"""Converter of the reference backend: dense layers and batch normalisation, whose layout is the canonical one."""
+"""Converters of the reference backend, of models and of training states.
+
+An `MLP` has dense layers and batch normalisation, whose layout is the canonical one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from polyamp.errors import ModelError, describe_value
+from polyamp.errors import ModelError, UnsupportedError, describe_value
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.states.optimizer_layout import NativeTraining, OptimizerLayout, UpdateCount
+from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.models import EPSILON, MLP, MOMENTUM
 from polyamp.reference.tensor import Tensor
+
+if TYPE_CHECKING:
+    from polyamp.reference.arrays import Array
 
 
 class ReferenceConverter:
@@ -69,3 +77,18 @@ def _canonical_layer(path: str, arrays: Mapping[str, Any], model: MLP) -> Native
         attributes = {"epsilon": EPSILON, "momentum": MOMENTUM, "unbiased": False}
         form = Form("batch_norm", same(*leaves), attributes)
     return NativeLayer(path, leaves, (form,), f"polyamp.reference.{type(model).__name__}")
+
+
+class ReferenceStateConverter:
+    """`polyamp.porting.states.optimizer_layout.StateConverter` over NumPy."""
+
+    def layout(self, state: Any, arrays: Mapping[str, Array]) -> OptimizerLayout:
+        """Return the layout: slots and counts are stored under the parameter's own name."""
+        names = list(state.model.parameters)
+        slots = {slot: {name: f"optimizer/{name}/{slot}" for name in names} for slot in state.recipe.optimizer.slots}
+        counts = {name: UpdateCount(f"optimizer/{name}/step") for name in names}
+        return OptimizerLayout(slots, counts, *member_settings(state.groups))
+
+    def native(self, model: Any, optimizer: Any, scaler: Any) -> NativeTraining:
+        """Raise: the reference has no native optimizers."""
+        raise UnsupportedError("NumPy has no optimizers and loss scalers of its own.")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
-from polyamp.errors import RecipeError
-from polyamp.recipe import module_aliases, overrides
+from polyamp.errors import RecipeError, join_first
+from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.groups import RATE_FIELDS, Group
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
@@ -100,8 +100,7 @@ class GroupMembers(Record):
         for number, member in enumerate(self.distinct):
             paths = [path for path, own in self.numbers.items() if own == number]
             scale = "" if member.scale == 1.0 else f", learning rate times {member.scale:g}"
-            shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
-            lines.append(f"  {member.spec!r}{scale}: {shown}")
+            lines.append(f"  {member.spec!r}{scale}: {join_first(paths, 6)}")
         return "\n".join(lines)
 
 
@@ -167,7 +166,7 @@ def _parameter_names(
 ) -> dict[str, tuple[str, ...]]:
     """Return all paths and aliases of each parameter, by its path."""
     places = [leaf.called or (leaf.path,) for leaf in leaves]
-    names = module_aliases.expand_aliases(recipe.policy.aliases, backend, places, modules)
+    names = path_aliases.expand_aliases(recipe.policy.aliases, backend, places, modules)
     return {leaf.path: own for leaf, own in zip(leaves, names, strict=True)}
 
 

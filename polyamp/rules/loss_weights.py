@@ -168,7 +168,7 @@ class LossOutput(NamedTuple):
 
 def parse_loss_output(
     result: Any,
-    found: Sequence[LossCount],
+    means: Sequence[LossCount],
     xp: ArrayNamespace,
     *,
     weight: Any = None,
@@ -180,7 +180,7 @@ def parse_loss_output(
 
     Args:
         result: the return value of `loss_fn`: a loss, or (loss, aux).
-        found: the means that `polyamp.losses` recorded.
+        means: the means that `polyamp.losses` recorded.
         xp: the framework's array namespace.
         weight: the value of `train_step(weight=...)` for this batch, or None.
         totals: for a sum of means over different counts: those of all micro-batches and replicas (`term_totals`).
@@ -203,7 +203,7 @@ def parse_loss_output(
     loss, aux = split_loss_and_aux(result)
     if weight is not None:
         return LossOutput(loss, aux, weight, None)
-    own = next((item for item in found if item.loss is loss), None)
+    own = next((item for item in means if item.loss is loss), None)
     if own is None:
         return LossOutput(loss, aux, None, None)
     nothing = not selects and own.count is None and isinstance(own.size, int) and own.size == 0

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from polyamp.errors import join_first
+
 MAX_LISTED: Final = 8
 """Maximum number of ranks that a message lists."""
 _SOURCE_LOCATION: Final = re.compile(r"\[\S+\.(cc|cpp|h|cu):\d+\] ")
@@ -93,7 +95,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > MAX_LISTED:
-        return f"ranks {', '.join(map(str, ranks[:MAX_LISTED]))} and {len(ranks) - MAX_LISTED} more"
+        return f"ranks {join_first(list(map(str, ranks)), MAX_LISTED)}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 

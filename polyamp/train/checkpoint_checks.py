@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyamp.contract.sharded_state import ArrayForm
-from polyamp.errors import LossScaleError
+from polyamp.errors import LossScaleError, join_first
 from polyamp.recipe.scaler import LossScaler
 from polyamp.train.checkpoint_processes import format_array_form
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-def list_mismatches(expected: Mapping[str, Array | ArrayForm], found: Mapping[str, Array | ArrayForm]) -> list[str]:
+def list_mismatches(expected: Mapping[str, Array | ArrayForm], saved: Mapping[str, Array | ArrayForm]) -> list[str]:
     """Return names, shapes and dtypes that differ from those of the state, for arrays or their forms.
 
     A name that ends in `/*`, on either side, accepts all arrays under it.
     """
-    late = tuple(name[:-1] for name in (*expected, *found) if name.endswith("/*"))
-    problems = [f"missing: {name}" for name in expected if name not in found and not name.startswith(late)]
-    problems += [f"not in this state: {name}" for name in found if name not in expected and not name.startswith(late)]
+    late = tuple(name[:-1] for name in (*expected, *saved) if name.endswith("/*"))
+    problems = [f"missing: {name}" for name in expected if name not in saved and not name.startswith(late)]
+    problems += [f"not in this state: {name}" for name in saved if name not in expected and not name.startswith(late)]
     return problems + [
-        f"{name}: {format_array_form(found[name])} in the file, {format_array_form(expected[name])} in the state"
+        f"{name}: {format_array_form(saved[name])} in the file, {format_array_form(expected[name])} in the state"
         for name in expected
-        if name in found and format_array_form(found[name]) != format_array_form(expected[name])
+        if name in saved and format_array_form(saved[name]) != format_array_form(expected[name])
     ]
 
 
-def late_shape_hint(expected: Mapping[str, Array | ArrayForm], found: Mapping[str, Array | ArrayForm]) -> str:
+def late_shape_hint(expected: Mapping[str, Array | ArrayForm], saved: Mapping[str, Array | ArrayForm]) -> str:
     """Return a hint for running state whose shapes differ; such state may be created by the first forward pass."""
-    names = [name for name in expected if name.startswith("running/") and name in found]
-    if all(tuple(expected[name].shape) == tuple(found[name].shape) for name in names):
+    names = [name for name in expected if name.startswith("running/") and name in saved]
+    if all(tuple(expected[name].shape) == tuple(saved[name].shape) for name in names):
         return ""
     return (
         " Running state that gets its shape in the first forward pass has it only then: call the model once on a batch "
@@ -108,4 +108,4 @@ def fit_loss_scale(arrays: dict[str, Array], scaler: LossScaler, *, reset: bool)
 
 def join_problems(problems: list[str]) -> str:
     """Join the first five problems, and the number of the others."""
-    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+    return join_first(problems, 5, "; ")

@@ -123,16 +123,16 @@ def array_form(array: Array | ArrayForm) -> ArrayForm:
     return array if isinstance(array, ArrayForm) else ArrayForm(str(array.dtype), tuple(array.shape))
 
 
-def check_array_forms(where: Path, found: Mapping[str, ArrayForm], expected: Mapping[str, ArrayForm]) -> None:
+def check_array_forms(where: Path, stored: Mapping[str, ArrayForm], expected: Mapping[str, ArrayForm]) -> None:
     """Raise if files do not match their manifest.
 
     Raises:
         CheckpointError: names the first differing array.
     """
-    for name in sorted({*found, *expected}):
-        if found.get(name) != expected.get(name):
+    for name in sorted({*stored, *expected}):
+        if stored.get(name) != expected.get(name):
             here, there = (
-                format_array_form(forms[name]) if name in forms else "missing" for forms in (found, expected)
+                format_array_form(forms[name]) if name in forms else "missing" for forms in (stored, expected)
             )
             raise CheckpointError(
                 f"{where} does not hold what its manifest says: {name} is {here} in the data and {there} in the "

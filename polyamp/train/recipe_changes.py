@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from polyamp.contract.backend import ResumesOptimizers
-from polyamp.recipe.files import to_plain_data as plain_data
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.serialization import to_plain_data as plain_data
 
 RecipeSettings = dict[str, Any]
 _MISSING: Final = object()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from polyamp.contract.sharded_state import ArrayForm, ShardedState
 from polyamp.errors import ArgumentError, CheckpointError
 from polyamp.files import exclusive_writer, sync_to_disk, unwritable_file_error, write_atomically
-from polyamp.rules import random_streams
+from polyamp.rules import resume_rng_seeds
 from polyamp.train.checkpoint_processes import (
     array_form,
     check_equal_on_ranks,
@@ -175,7 +175,7 @@ def streams_of_this_rank(parts: ShardedState, saved: Mapping[str, Array]) -> dic
             result[name] = every[parts.processes.rank].copy()
         else:
             result[name] = parts.new_stream(
-                name, random_streams.stream_seed([each.tobytes() for each in every], *parts.replica)
+                name, resume_rng_seeds.stream_seed([each.tobytes() for each in every], *parts.replica)
             )
     return result
 

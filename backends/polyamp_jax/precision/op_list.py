@@ -45,9 +45,9 @@ SENSITIVE: Final[Mapping[str, str]] = {
 }
 """Family -> primitives that run in float32 because they overflow or lose digits in 16 bits (S4).
 
-The families are those of `polyamp.rules.float32_ops`, then JAX's own. In JAX a softmax, a normalisation and a loss are
-programs of exponentials, powers and sums, and follow their rules. Functions of `jnp.linalg` are programs too. They run
-in float32 as a whole: see `compat.linear_algebra_name`."""
+The families are those of `polyamp.rules.float32_op_families`, then JAX's own. In JAX a softmax, a normalisation and a
+loss are programs of exponentials, powers and sums, and follow their rules. Functions of `jnp.linalg` are programs too.
+They run in float32 as a whole: see `compat.linear_algebra_name`."""
 
 PROMOTE: Final = """
     add add_any atan2 clamp concatenate div dynamic_update_slice eq eq_to ge gt le le_to lt lt_to max min mul ne

@@ -12,8 +12,8 @@ import tensorflow as tf
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
+from polyamp.porting.layouts.layer_registration import registered_form
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.layouts.registration import registered_form
 from polyamp_tensorflow.arrays import is_floating, native_variable
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
 from polyamp_tensorflow.models.layers import LayerEntry, is_built, is_layer, list_layers

@@ -21,7 +21,7 @@ def split_names(text: str) -> frozenset[str]:
 
 
 class KerasFamily(NamedTuple):
-    """Keras's members of one family of `polyamp.rules.float32_ops`.
+    """Keras's members of one family of `polyamp.rules.float32_op_families`.
 
     Attributes:
         layers: names of layers.

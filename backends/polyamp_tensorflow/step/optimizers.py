@@ -16,9 +16,9 @@ import msgspec
 import tensorflow as tf
 
 from polyamp.errors import RecipeError
-from polyamp.recipe.files import record_from_data, to_plain_data
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.serialization import record_from_data, to_plain_data
 from polyamp.rules.group_members import GroupHyperparameters, GroupMembers, resolve_group_members
 from polyamp_tensorflow.arrays import XP, at_least_float32, native_variable, to_dense
 from polyamp_tensorflow.compat import own_trainable_variables, variable_index

@@ -1,6 +1,6 @@
 """Failure handling across ranks: the guard around a step, and a store with timeouts that reports who failed (S32).
 
-The comparison and the messages are in `polyamp.rules.rank_comparison` and `polyamp.rules.roll_call`. This module
+The comparison and the messages are in `polyamp.rules.rank_comparison` and `polyamp.rules.failure_report`. This module
 adds torch's store, torch's errors, and one `RankFailures` for each process group.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from polyamp.errors import ReplicaError
-from polyamp.rules import collective_calls
+from polyamp.rules import collective_barrier
 from polyamp.rules.failure_report import RankFailures
 from polyamp.rules.rank_group import RankGroup, format_error, lost_store_message
 from polyamp.rules.single_file_save import SingleWriter
@@ -171,10 +171,10 @@ class StepFailureGuard:
 
     @contextlib.contextmanager
     def collective_call(self, what: str) -> Iterator[None]:
-        """Context manager around a collective call other than a step; see `polyamp.rules.collective_calls`.
+        """Context manager around a collective call other than a step; see `polyamp.rules.collective_barrier`.
 
         Errors are raised on all ranks anyway, except errors of a collective and errors that end the program."""
-        with collective_calls.collective_call(self.board, what):
+        with collective_barrier.collective_call(self.board, what):
             try:
                 yield
             except BaseException as error:

@@ -18,7 +18,7 @@ from torch import nn
 
 from polyamp.errors import ArgumentError, ModelError, PolicyError, UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.recipe import module_aliases, overrides
+from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import DTYPES, dtype_name
@@ -201,7 +201,7 @@ def _selected_modules(model: nn.Module, policy: Policy, modules: ModuleSelection
     if not asked:
         return set()
     known = {"": "", **unwrapped_paths(model)}
-    named = module_aliases.expand_aliases(policy.aliases, "torch", [(path,) for path in known])
+    named = path_aliases.expand_aliases(policy.aliases, "torch", [(path,) for path in known])
     names = dict(zip(known, named, strict=True))
     chosen: set[int] = set()
     for one in asked:

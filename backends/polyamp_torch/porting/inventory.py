@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from polyamp.errors import ModelError, PortError, describe_value
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, Rule
-from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_torch.compat import WRAPPER_CLASSES, non_persistent_buffers
 from polyamp_torch.porting.layers import attention, padding_rules, recurrent, stateless_layers, weight_layers
 from polyamp_torch.porting.layers.layer_record import LayerRecord, module_expression

@@ -74,7 +74,7 @@ class TorchOpFamily(NamedTuple):
     """Family of functions with one rule.
 
     Attributes:
-        family: of `polyamp.rules.float32_ops.FAMILIES`, or of `TORCH_ONLY_FAMILIES`.
+        family: of `polyamp.rules.float32_op_families.FAMILIES`, or of `TORCH_ONLY_FAMILIES`.
         names: function names, each looked up in all of `spaces`.
         spaces: modules, or `torch.Tensor` for methods.
         on_cuda: True if torch's CUDA list has them already.

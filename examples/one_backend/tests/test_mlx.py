@@ -13,7 +13,7 @@ from polyamp_mlx import BACKEND
 from polyamp_mlx.precision.op_list import FAMILIES
 
 import polyamp
-from polyamp.rules import float32_ops
+from polyamp.rules import float32_op_families
 
 FLOAT16 = polyamp.Policy(compute="float16", output="float16")
 
@@ -30,7 +30,7 @@ BATCH = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)}
 
 
 def test_the_op_list_has_every_family() -> None:
-    assert set(float32_ops.OP_FAMILIES) <= set(FAMILIES)
+    assert set(float32_op_families.OP_FAMILIES) <= set(FAMILIES)
 
 
 def test_autocast_acts_in_its_block_alone_and_in_its_thread() -> None:

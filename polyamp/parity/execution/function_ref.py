@@ -133,10 +133,10 @@ def add_import_paths(folders: Sequence[str]) -> None:
     sys.path[:0] = [each for each in folders if each not in known]
 
 
-def _not_importable_error(argument: str, came: str, instead: str) -> ArgumentError:
+def _not_importable_error(argument: str, received: str, advice: str) -> ArgumentError:
     return ArgumentError(
-        f"{argument} must be a function that another process can import: it is called in one. Received: {came}. "
-        f"{instead}"
+        f"{argument} must be a function that another process can import: it is called in one. Received: {received}. "
+        f"{advice}"
     )
 
 

@@ -12,14 +12,19 @@ from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
-from polyamp.parity.execution import shared_randomness
 from polyamp.parity.execution.default_loss import random_target_loss
-from polyamp.parity.execution.recorder import BatchSource, EntrySink, ParticipantAlignment, TraceRecorder
-from polyamp.parity.findings import Environment
-from polyamp.parity.own_loop import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
+from polyamp.parity.execution.trace_recorder import (
+    BatchSource,
+    EntrySink,
+    ParticipantAlignment,
+    SharedRandomNumbers,
+    TraceRecorder,
+)
 from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe, without_judge
+from polyamp.parity.report_data import Environment
 from polyamp.parity.trace.observer import HasObserver, Observer
 from polyamp.parity.trace.trace import Trace, TraceWriter
+from polyamp.parity.trainers import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
 from polyamp.porting.layouts.converter import HasConverter
 from polyamp.porting.layouts.inventory import Inventory
@@ -206,7 +211,7 @@ class Participant:
         recorder = TraceRecorder(self.inventory, self._observer, loss_fn, alignment, batches, write)
         with self._observer.model_copy(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
             model = self._fill_weights(working, alignment, phase)
-            numbers = shared_randomness.SharedRandomNumbers() if self._has_shared_randomness else None
+            numbers = SharedRandomNumbers() if self._has_shared_randomness else None
             with self._observer.disable_dropout(
                 model, None if numbers is None else numbers.uniform_source(self.inventory)
             ):

@@ -15,14 +15,14 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.errors import ArgumentError, PolyampError, RecipeError, describe_value
-from polyamp.parity.execution.array_store import ArrayStore, BatchTree
-from polyamp.parity.execution.collect_report import build_report
 from polyamp.parity.execution.function_ref import FunctionRef, import_paths, make_function_ref
-from polyamp.parity.execution.messages import OwnLoopSpec, ParityEvent, SideJob
+from polyamp.parity.execution.memory_mapped_arrays import ArrayStore, BatchTree
+from polyamp.parity.execution.report_builder import build_report
+from polyamp.parity.execution.worker_messages import OwnLoopSpec, ParityEvent, SideJob
 from polyamp.parity.execution.worker_pool import WORKER_MODULE, SideProcess, WorkerPool
-from polyamp.parity.findings import encode_report
-from polyamp.parity.own_loop import OwnLoop
 from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import encode_report
+from polyamp.parity.trainers import OwnLoop
 from polyamp.recipe.recipe import Recipe
 
 TIMEOUT: Final = 600.0
@@ -72,7 +72,7 @@ def run(
         interpreters: label -> Python of another environment, with the same version of polyamp.
         timeout: time limit of a side's work in seconds; waiting for the others does not count.
         out: folder for the report (also if the run is interrupted), and for each side's output and trace.
-        on_event: called with every event (`polyamp.parity.execution.messages.ParityEvent`), in this thread.
+        on_event: called with every event (`polyamp.parity.execution.worker_messages.ParityEvent`), in this thread.
         options: `{"init": {...}, "step": {...}}`, plain data for `polyamp.init` and `train_step`, for all or for each.
         at_once: number of sides that may work at a time. With more than one they share memory and cores.
 
@@ -267,7 +267,7 @@ def _recipe_message(recipe: Any) -> str | FunctionRef | OwnLoopSpec | None:
         return None
     if isinstance(recipe, OwnLoop):
         begin, step = make_function_ref(recipe.begin, "recipe.begin"), make_function_ref(recipe.step, "recipe.step")
-        return OwnLoopSpec(begin=begin, step=step, looked_at=recipe.recipe.to_json())
+        return OwnLoopSpec(begin=begin, step=step, recipe=recipe.recipe.to_json())
     if not isinstance(recipe, Recipe):
         if callable(recipe):
             return make_function_ref(recipe, "recipe")

@@ -19,15 +19,21 @@ from typing import Any, Final, Literal
 import msgspec
 
 from polyamp._version import __version__
-from polyamp.parity.execution import messages
-from polyamp.parity.execution.messages import FailureReason, InternalMessage, TrainCommand, WorkerJob, WorkerMessage
-from polyamp.parity.execution.side_record import SideRecord
-from polyamp.parity.findings import Failure
+from polyamp.parity.execution import worker_messages
+from polyamp.parity.execution.report_builder import SideRecord
+from polyamp.parity.execution.worker_messages import (
+    FailureReason,
+    InternalMessage,
+    TrainCommand,
+    WorkerJob,
+    WorkerMessage,
+)
 from polyamp.parity.precisions import Phase, comparison_phases
+from polyamp.parity.report_data import Failure
 from polyamp.recipe.recipe import Recipe
 from polyamp.worker_processes import OutputQueue, Reaper, Worker
 
-WORKER_MODULE: Final = "polyamp.parity.execution.worker"
+WORKER_MODULE: Final = "polyamp.parity.execution.side_worker"
 _EXTERNAL_SIGNALS: Final = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 SideStage = Literal["new", "busy", "ready", "done", "failed"]
@@ -123,7 +129,7 @@ class WorkerPool:
             self._run_until_idle(aligned, self._send_train_command(aligned))
 
     def _start(self, side: SideProcess, reaper: Reaper, stack: ExitStack) -> None:
-        self._notify(messages.SideLaunchEvent(side=side.label))
+        self._notify(worker_messages.SideLaunchEvent(side=side.label))
         try:
             side.worker = Worker(
                 side.label, side.python, self._module, log=side.log, output=self._worker_output, reaper=reaper
@@ -198,7 +204,7 @@ class WorkerPool:
 
     def _handle_message(self, side: SideProcess, event: Any) -> None:
         assert side.worker is not None
-        if isinstance(event, messages.HandshakeEvent):
+        if isinstance(event, worker_messages.HandshakeEvent):
             if event.polyamp != __version__:
                 self._fail(
                     side,
@@ -208,27 +214,27 @@ class WorkerPool:
                 )
                 return
             side.worker.send(msgspec.json.encode(side.job) + b"\n")
-        elif isinstance(event, messages.SideBuildEvent):
+        elif isinstance(event, worker_messages.SideBuildEvent):
             side.environment, side.optimizer = event.environment, event.optimizer
             side.recipe = None if event.recipe is None else Recipe.from_json(event.recipe)
-        elif isinstance(event, messages.SideReadyEvent):
+        elif isinstance(event, worker_messages.SideReadyEvent):
             side.alignment = event.alignment
             self._set_idle(side, "ready")
-        elif isinstance(event, messages.SideProgressEvent):
+        elif isinstance(event, worker_messages.SideProgressEvent):
             side.phase, side.step = event.phase, event.step
-        elif isinstance(event, messages.BatchDigestEvent):
+        elif isinstance(event, worker_messages.BatchDigestEvent):
             self._check_batch_digest(side, event)
-        elif isinstance(event, messages.PhaseEndEvent):
+        elif isinstance(event, worker_messages.PhaseEndEvent):
             side.end_phase(event.trace, event.note)
-        elif isinstance(event, messages.SideFinishEvent):
+        elif isinstance(event, worker_messages.SideFinishEvent):
             self._set_idle(side, "done")
             side.worker.end()
-        elif isinstance(event, messages.SideFailureEvent):
+        elif isinstance(event, worker_messages.SideFailureEvent):
             side.failure = event.failure
             self._set_idle(side, "failed")
             side.worker.end()
 
-    def _check_batch_digest(self, side: SideProcess, event: messages.BatchDigestEvent) -> None:
+    def _check_batch_digest(self, side: SideProcess, event: worker_messages.BatchDigestEvent) -> None:
         label, known = self._batch_digests.setdefault(event.step, (side.label, event.digest))
         if known != event.digest:
             self._fail(
@@ -277,7 +283,7 @@ class WorkerPool:
         if side.worker is not None:
             side.worker.end()
         if reason != "interrupted":
-            self._notify(messages.SideFailureEvent(failure=side.failure))
+            self._notify(worker_messages.SideFailureEvent(failure=side.failure))
 
     def _stderr_tail(self, side: SideProcess) -> str:
         """Return the end of a side's standard error, to append to a message."""

@@ -71,7 +71,7 @@ class AssertParity:
         given = {"loss_fn": loss_fn, "recipe": recipe, "steps": steps, **options}
         try:
             if build is not None:
-                report = self._run_in_processes(build, data, given, beside=(model_a, model_b, batch))
+                report = self._run_in_processes(build, data, given, models=(model_a, model_b, batch))
             else:
                 report = _compare_in_process(model_a, model_b, batch, data, given)
         except PolyampError as error:
@@ -84,12 +84,12 @@ class AssertParity:
         raise AssertionError(f"{report}\n{self._save_report(report)}")
 
     def _run_in_processes(
-        self, build: Mapping[str, Any], data: Any, given: Mapping[str, Any], *, beside: tuple[Any, ...]
+        self, build: Mapping[str, Any], data: Any, given: Mapping[str, Any], *, models: tuple[Any, ...]
     ) -> Report:
         __tracebackhide__ = True
         from polyamp.parity.execution.runner import run
 
-        if any(each is not None for each in beside):
+        if any(each is not None for each in models):
             raise ArgumentError("assert_parity takes two models and a batch, or build= and data=. Received: both.")
         if not isinstance(build, Mapping):
             raise ArgumentError(

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Final, Literal
 
-from polyamp.parity.findings import Comparison, Divergence, Environment, Failure, Findings, SideValues
+from polyamp.parity.report_data import Comparison, Divergence, Environment, Failure, Findings, SideValues
 
 Outcome = Literal["agree", "differ", "unfinished"]
 OUTCOME_TEXTS: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
@@ -142,11 +142,11 @@ def divergent_comparison(report: Findings) -> Comparison | None:
     return next((each for each in report.comparisons if each.first is not None), None)
 
 
-def location_text(found: Divergence) -> str:
+def location_text(divergence: Divergence) -> str:
     """Return the location of a divergence: phase, step, pass, module and quantity."""
-    what = quantity(found.what, found.name)
-    when = f"step {found.step}, {found.stage}" if found.step else "before step 1"
-    return f"{found.phase}, {when}, {module(found.module)} ({what})"
+    what = quantity(divergence.what, divergence.name)
+    when = f"step {divergence.step}, {divergence.stage}" if divergence.step else "before step 1"
+    return f"{divergence.phase}, {when}, {module(divergence.module)} ({what})"
 
 
 def labels(report: Findings) -> list[str]:
@@ -169,13 +169,13 @@ def verdict(report: Findings) -> str:
     return "no verdict: nothing was compared"
 
 
-def distance(found: Divergence) -> str:
+def distance(divergence: Divergence) -> str:
     """Return the distance of two sides, and what rounding allows, as text."""
-    allows = "" if found.allowed is None else f"; rounding allows {number(found.allowed)}"
-    if found.distance is not None:
-        beyond = f" ({ratio_text(found.distance / found.allowed)} times)" if found.allowed else ""
-        return f"{number(found.distance)} relative{allows}{beyond}"
-    if any(side.nonfinite for side in found.sides.values()):
+    allows = "" if divergence.allowed is None else f"; rounding allows {number(divergence.allowed)}"
+    if divergence.distance is not None:
+        beyond = f" ({ratio_text(divergence.distance / divergence.allowed)} times)" if divergence.allowed else ""
+        return f"{number(divergence.distance)} relative{allows}{beyond}"
+    if any(side.nonfinite for side in divergence.sides.values()):
         return f"one side is not finite{allows}"
     return f"no distance can be told{allows}"
 
@@ -214,9 +214,9 @@ def operations(side: SideValues) -> list[str]:
     ]
 
 
-def kind(found: Divergence) -> str:
+def kind(divergence: Divergence) -> str:
     """Return the likely cause of a difference as a label."""
-    return {"unknown": "not recognized", "missing": "missing on one side"}.get(found.kind, found.kind)
+    return {"unknown": "not recognized", "missing": "missing on one side"}.get(divergence.kind, divergence.kind)
 
 
 def software(environment: Environment) -> str:

@@ -1,60 +1,310 @@
-"""`save_report`, which writes a report to a folder, and `render_html`, which renders its HTML page.
+"""`render_html`, which renders the HTML page of a report: table lines, charts and texts.
 
-The page is `template/report.html`, filled from `html_sections`. Its style and script are inline, and a content security
-policy forbids everything else, whatever a model's names contain.
+The page is `template/report.html`, filled from the sections that are computed here. Its style and script are inline,
+and a content security policy forbids everything else, whatever a model's names contain.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from polyamp.errors import ArgumentError
-from polyamp.files import write_atomically
-from polyamp.parity.findings import Comparison, ComparisonRow, Findings, encode_report
-from polyamp.parity.report import formatting, html_sections
+import msgspec
+
+from polyamp.errors import join_first
+from polyamp.parity.report import formatting, html_charts
+from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence, Findings
 
 _TEMPLATE_FOLDER: Final = Path(__file__).parent / "template"
 MAX_PAGE_BYTES: Final = 490_000
 """Largest size of the page in bytes. Longer module tables are cut to fit, with a note on the page."""
-_DRAWING_PACKAGES: Final = {"jinja2": "report.html", "matplotlib": "report.png"}
-"""Package of the extra `parity` -> the file that needs it."""
 _STAGE_TEXTS: Final = {
     "forward": "the forward pass of step",
     "backward": "the backward pass of step",
     "step": "the numbers of step",
     "update": "the update of step",
 }
+_STAGE_TITLES: Final = {"forward": "forward", "backward": "backward", "update": "update"}
+_CURVE_TITLES: Final = {"loss": "loss", "grad_norm": "gradient norm", "scale": "loss scale"}
 
 
-def save_report(report: Findings, folder: Path) -> Path:
-    """Write a report to a folder, creating it if needed; see `Report.save`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "report.json", encode_report(report))
-        absent = [name for name in _DRAWING_PACKAGES if not _is_importable(name)]
-        if "jinja2" not in absent:
-            write_atomically(folder / "report.html", render_html(report).encode())
-        if "matplotlib" not in absent:
-            from polyamp.parity.report.picture import draw
+class QuantityText(NamedTuple):
+    """Row of a comparison, as text."""
 
-            write_atomically(folder / "report.png", draw(report))
-    except OSError as error:
-        raise ArgumentError(
-            f"folder must be one that can be written to. Received: {str(folder)!r}, {error}."
-        ) from error
-    if absent:
-        missing_files = " and ".join(f"{_DRAWING_PACKAGES[name]} needs {name}" for name in absent)
-        written = ", ".join(["report.json", *(file for name, file in _DRAWING_PACKAGES.items() if name not in absent)])
-        raise ArgumentError(
-            f'{missing_files}, which cannot be imported. Run: pip install "polyamp[parity]". Written to {folder}: '
-            f"{written}."
+    what: str
+    stage: str
+    step: int
+    distance: str
+    allowed: str
+    share: str
+    dtypes: tuple[str, str]
+    counts: bool
+
+
+class ModuleLine(NamedTuple):
+    """Table line of a module under one phase.
+
+    Attributes: `worst` is the quantity with the largest share of its allowed distance; `dtypes` those in which the
+    sides differ, if they differ anywhere; `first`: the module is the first divergence.
+    """
+
+    number: int
+    module: str
+    phase: str
+    worst: QuantityText
+    dtypes: tuple[str, str]
+    counts: bool
+    first: bool
+    others: Sequence[QuantityText]
+
+
+class ComparisonSection(NamedTuple):
+    """Table and charts of a comparison.
+
+    Attributes: `number` is its position on the page, from 0, divergent comparisons first; `left_out` the number of
+    omitted lines; `brief`: not every quantity of every line is listed, because the page would be too large.
+    """
+
+    comparison: Comparison
+    number: int
+    lines: Sequence[ModuleLine]
+    left_out: int
+    brief: bool
+    charts: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+
+
+class PhaseSection(NamedTuple):
+    """Metrics of the steps under one phase.
+
+    Attributes: `judge`: the phase is only a reference for another; title and SVG of each chart; a heading and a line
+    for each side.
+    """
+
+    name: str
+    judge: bool
+    sides: Sequence[tuple[int, str]]
+    charts: Sequence[tuple[str, str]]
+    heading: Sequence[str]
+    numbers: Sequence[Sequence[str]]
+    marked: bool
+
+
+def allowed_share(row: ComparisonRow) -> float:
+    """Return a row's distance as a share of the allowed one; infinite if the distance is not finite."""
+    if row.distance is None:
+        return float("inf")
+    return row.distance / row.allowed if row.allowed else (float("inf") if row.distance else 0.0)
+
+
+def program_order(rows: Iterable[ComparisonRow]) -> list[str]:
+    """Return the modules in the order of the program; the whole model, which has no path, comes last."""
+    found = list(dict.fromkeys(row.module for row in rows))
+    return sorted(found, key=lambda path: path == "")
+
+
+def worst_row(rows: Iterable[ComparisonRow]) -> ComparisonRow | None:
+    """Return the row that counts as a difference, or that is nearest to it."""
+    return max(rows, key=lambda row: (row.counts, allowed_share(row)), default=None)
+
+
+def worst_row_by_module(rows: Iterable[ComparisonRow], stage: str = "") -> dict[str, ComparisonRow]:
+    """Return the worst row of each module, in one pass or in all."""
+    groups: dict[str, list[ComparisonRow]] = {}
+    for row in rows:
+        if not stage or row.stage == stage:
+            groups.setdefault(row.module, []).append(row)
+    return {module: found for module, group in groups.items() if (found := worst_row(group)) is not None}
+
+
+def comparison_sections(report: Findings, budget: int) -> list[ComparisonSection]:
+    """Return a section for every comparison; long tables are shortened to fit into about `budget` bytes together."""
+    tables = [_module_lines(each) for each in report.comparisons]
+    chosen = [
+        [line for _, line in sorted(_select_lines(table, _line_bytes, budget // len(tables)))] for table in tables
+    ]
+    all_lines = [line for table in chosen for line in table]
+    listed = {
+        id(line) for _, line in _select_lines(all_lines, _quantity_bytes, budget - sum(map(_line_bytes, all_lines)))
+    }
+    ranks = sorted(range(len(tables)), key=lambda index: report.comparisons[index].first is None)
+    found = []
+    for index, (each, table, lines) in enumerate(zip(report.comparisons, tables, chosen, strict=True)):
+        shown = [line if id(line) in listed else line._replace(others=()) for line in lines]
+        charts = list(_error_charts(each, program_order(each.rows)))
+        found.append(
+            ComparisonSection(
+                each, ranks.index(index), shown, len(table) - len(lines), len(listed) < len(all_lines), charts
+            )
         )
-    return folder / "report.html"
+    return found
+
+
+def phase_sections(report: Findings) -> list[PhaseSection]:
+    """Return the metrics of the steps under each phase; reference phases come after the policies."""
+    labels = formatting.labels(report)
+    compared = [row.phase for each in report.comparisons for row in each.rows]
+    names = dict.fromkeys([*compared, *report.phases, *(curve.phase for curve in report.curves)])
+    found = []
+    for name in names:
+        curves = [curve for curve in report.curves if curve.phase == name]
+        if curves:
+            judge = name == "float64" and name not in compared
+            found.append(_phase_section(name, judge, curves, labels))
+    return found
+
+
+def statistics_rows(first: Divergence) -> list[tuple[str, list[str], bool]]:
+    """Return the statistics of both sides as rows: name, a text for each side, whether they differ."""
+    statistics = formatting.statistics(first)
+    names = dict.fromkeys(["dtype", "shape", "value", "mean", "rms", "largest", "inf or NaN", "zeros", "fits in"])
+    for label, side in first.sides.items():
+        statistics[label]["dtype"] = side.dtype
+        statistics[label]["shape"] = " x ".join(map(str, side.shape))
+    found = []
+    for name in names:
+        texts = [values.get(name, "") for values in statistics.values()]
+        if any(texts):
+            found.append((name, [text or "-" for text in texts], len(set(texts)) > 1))
+    return found
+
+
+def recipe_texts(report: Findings) -> list[tuple[str, str]]:
+    """Return each recipe as TOML, with the sides that have it."""
+    texts: dict[str, list[str]] = {}
+    for label, recipe in report.recipes.items():
+        texts.setdefault(_toml_text(recipe), []).append(label)
+    return [(formatting.join_words(sides), text) for text, sides in texts.items()]
+
+
+def _module_lines(comparison: Comparison) -> list[ModuleLine]:
+    modules = {module: number for number, module in enumerate(program_order(comparison.rows), 1)}
+    found = []
+    for phase in dict.fromkeys(row.phase for row in comparison.rows):
+        groups: dict[str, list[ComparisonRow]] = {module: [] for module in modules}
+        for row in comparison.rows:
+            if row.phase == phase:
+                groups[row.module].append(row)
+        found += [_module_line(modules[module], group, comparison.first) for module, group in groups.items() if group]
+    return found
+
+
+def _module_line(number: int, rows: list[ComparisonRow], first: Divergence | None) -> ModuleLine:
+    worst = max(rows, key=lambda row: (row.counts, allowed_share(row)))
+    apart = [row.dtypes for row in rows if row.dtypes[0] != row.dtypes[1]]
+    outputs = [row.dtypes for row in rows if row.what == "output"]
+    is_here = first is not None and (first.phase, first.module) == (worst.phase, worst.module)
+    others = [_quantity_text(row) for row in rows] if len(rows) > 1 else []
+    dtypes = [*apart, *outputs, worst.dtypes][0]
+    return ModuleLine(
+        number,
+        formatting.module(worst.module),
+        worst.phase,
+        _quantity_text(worst),
+        dtypes,
+        worst.counts,
+        is_here,
+        others,
+    )
+
+
+def _quantity_text(row: ComparisonRow) -> QuantityText:
+    what, part = formatting.quantity(row.what, row.name), formatting.ratio_text(allowed_share(row))
+    distance, allowed = formatting.number(row.distance), formatting.number(row.allowed)
+    return QuantityText(what, row.stage, row.step, distance, allowed, part, row.dtypes, row.counts)
+
+
+def _line_share(quantity: QuantityText) -> float:
+    return float("inf") if quantity.share == "not finite" else float(quantity.share)
+
+
+def _select_lines(
+    lines: list[ModuleLine], size: Callable[[ModuleLine], int], budget: int
+) -> list[tuple[int, ModuleLine]]:
+    """Return the lines that fit, with their indices: the first divergence, then those that differ, then the nearest."""
+    order = sorted(
+        enumerate(lines), key=lambda item: (not item[1].first, not item[1].counts, -_line_share(item[1].worst))
+    )
+    used = itertools.accumulate(size(line) for _, line in order)
+    return [item for item, upto in zip(order, used, strict=True) if upto <= budget]
+
+
+def _line_bytes(line: ModuleLine) -> int:
+    """Estimate the bytes of a line in the page without its quantities."""
+    return 150 + len(line.module.encode()) + len(line.worst.what.encode())
+
+
+def _quantity_bytes(line: ModuleLine) -> int:
+    """Estimate the bytes of a line's quantities."""
+    return 40 + sum(60 + len(each.what.encode()) for each in line.others) if line.others else 0
+
+
+def _error_charts(comparison: Comparison, modules: list[str]) -> Iterable[tuple[str, list[tuple[str, str]]]]:
+    """Yield each phase with the charts of its passes."""
+    numbers = {module: number for number, module in enumerate(modules, 1) if module}
+    first = comparison.first
+    for phase in dict.fromkeys(row.phase for row in comparison.rows):
+        charts = []
+        for stage, title in _STAGE_TITLES.items():
+            rows = worst_row_by_module([row for row in comparison.rows if row.phase == phase and row.module], stage)
+            points = [
+                html_charts.ErrorPoint(numbers[module], row.distance, row.allowed, row.counts)
+                for module, row in sorted(rows.items(), key=lambda item: numbers[item[0]])
+            ]
+            is_here = first is not None and (first.phase, first.stage) == (phase, stage)
+            mark = numbers.get(first.module) if is_here and first is not None else None
+            chart = html_charts.error_chart(f"{title}, {phase}", points, len(numbers), mark)
+            if chart:
+                charts.append((title, chart))
+        yield phase, charts
+
+
+def _phase_section(name: str, judge: bool, curves: list[Curve], labels: list[str]) -> PhaseSection:
+    """Return the charts and the numbers of one phase."""
+    numbers = [labels.index(curve.side) if curve.side in labels else 0 for curve in curves]
+    charts, columns = [], []
+    for field, title in _CURVE_TITLES.items():
+        values: list[list[float | None]] = [getattr(curve, field) for curve in curves]
+        if not any(values):
+            continue
+        steps = max(map(len, values))
+        changes = len({value for line in values for value in line}) > 1
+        if steps > 1 and changes:
+            lines = zip(numbers, values, curves, strict=True)
+            series = [html_charts.ChartSeries(number, line, curve.skipped) for number, line, curve in lines]
+            charts.append((title, html_charts.curve_chart(f"{title}, {name}", series)))
+        columns.append((title, _end_values(values)))
+    heading = ["side", *(title for title, _ in columns), "skipped steps"]
+    cells = zip(*(texts for _, texts in columns), strict=True) if columns else [()] * len(curves)
+    table = [[curve.side, *texts, _skip_text(curve.skipped)] for curve, texts in zip(curves, cells, strict=True)]
+    sides = [(number, curve.side) for number, curve in zip(numbers, curves, strict=True)]
+    marked = any(curve.skipped or None in curve.loss or None in curve.grad_norm for curve in curves)
+    return PhaseSection(name, judge, sides, charts, heading, table, marked)
+
+
+def _end_values(values: list[list[float | None]]) -> list[str]:
+    """Return each side's first and last number; one number if both are the same."""
+    firsts, lasts = (iter(formatting.numbers([line[index] for line in values if line])) for index in (0, -1))
+    pairs = [(next(firsts), next(lasts)) if line else ("-", "-") for line in values]
+    return [first if first == last else f"{first} \u2192 {last}" for first, last in pairs]
+
+
+def _skip_text(steps: Sequence[int]) -> str:
+    return join_first(list(map(str, steps)), 8) or "none"
+
+
+def _toml_text(recipe: dict[str, Any]) -> str:
+    return msgspec.toml.encode(_remove_none(recipe)).decode().strip()
+
+
+def _remove_none(value: Any) -> Any:
+    """Drop None values: TOML has no null, and an absent key means None."""
+    if isinstance(value, dict):
+        return {str(key): _remove_none(each) for key, each in value.items() if each is not None}
+    return [_remove_none(each) for each in value if each is not None] if isinstance(value, list | tuple) else value
 
 
 def render_html(report: Findings) -> str:
@@ -70,12 +320,12 @@ def render_html(report: Findings) -> str:
         "report": report,
         "words": formatting,
         "plain": formatting.plain,
-        "stats": html_sections.statistics_rows,
+        "stats": statistics_rows,
         "nearest": _nearest_rows,
         "outcome": formatting.outcome(report),
         "heading": _heading_text(report),
-        "phases": html_sections.phase_sections(report),
-        "recipes": html_sections.recipe_texts(report),
+        "phases": phase_sections(report),
+        "recipes": recipe_texts(report),
         "css": _safe_markup(css),
         "js": _safe_markup(js),
         "css_hash": _csp_hash(css),
@@ -83,7 +333,7 @@ def render_html(report: Findings) -> str:
     }
     budget = MAX_PAGE_BYTES
     while True:
-        pairs = html_sections.comparison_sections(report, budget)
+        pairs = comparison_sections(report, budget)
         divergent = sorted((pair for pair in pairs if pair.comparison.first), key=lambda pair: pair.number)
         text = template.render(pairs=pairs, divergent=divergent, **common)
         above = len(text.encode()) - MAX_PAGE_BYTES
@@ -106,7 +356,7 @@ def _heading_text(report: Findings) -> str:
 def _nearest_rows(comparison: Comparison) -> Sequence[tuple[str, ComparisonRow]]:
     """Return for each phase the row nearest to its allowed distance."""
     names = dict.fromkeys(row.phase for row in comparison.rows)
-    found = [(name, html_sections.worst_row(row for row in comparison.rows if row.phase == name)) for name in names]
+    found = [(name, worst_row(row for row in comparison.rows if row.phase == name)) for name in names]
     return [(name, row) for name, row in found if row is not None]
 
 
@@ -123,11 +373,3 @@ def _safe_markup(text: str) -> Any:
 
 def _csp_hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True

@@ -1,15 +1,20 @@
-"""`Report`: results of a parity run, with text, JSON and HTML output."""
+"""`Report`: results of a parity run, with text, JSON, HTML and PNG output."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from polyamp.display import html_table
-from polyamp.parity.findings import (
+from polyamp.errors import ArgumentError
+from polyamp.files import write_atomically
+from polyamp.parity.report_data import (
     Comparison,
     ComparisonRow,
     Curve,
@@ -33,6 +38,10 @@ __all__ = [
     "Report",
     "SideValues",
 ]
+_DRAWING_PACKAGES: Final = {"jinja2": "report.html", "matplotlib": "report.png"}
+"""Package of the extra `parity` -> the file that needs it."""
+_FIELD: Final = re.compile(r"^    (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n        .*)*)", re.MULTILINE)
+"""An entry of a docstring's `Attributes:`, with its continuation lines: the field's description in the schema."""
 
 
 class Report(Findings, frozen=True, kw_only=True):
@@ -77,9 +86,7 @@ class Report(Findings, frozen=True, kw_only=True):
             >>> sorted(Report.schema()["properties"])[:3]
             ['comparisons', 'curves', 'environments']
         """
-        from polyamp.parity.report.json_schema import schema
-
-        return schema(Report)
+        return _json_schema(Report)
 
     def _repr_html_(self) -> str:
         from polyamp.parity.report.formatting import verdict
@@ -97,6 +104,64 @@ class Report(Findings, frozen=True, kw_only=True):
             ArgumentError: the folder cannot be written to; or a drawing package is not installed (`polyamp[parity]`).
                 In the latter case only the files that need it are missing; `report.json` is written.
         """
-        from polyamp.parity.report.html_page import save_report
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "report.json", encode_report(self))
+            absent = [name for name in _DRAWING_PACKAGES if not _is_importable(name)]
+            if "jinja2" not in absent:
+                from polyamp.parity.report.html_page import render_html
 
-        return save_report(self, Path(folder))
+                write_atomically(folder / "report.html", render_html(self).encode())
+            if "matplotlib" not in absent:
+                from polyamp.parity.report.png_charts import draw
+
+                write_atomically(folder / "report.png", draw(self))
+        except OSError as error:
+            raise ArgumentError(
+                f"folder must be one that can be written to. Received: {str(folder)!r}, {error}."
+            ) from error
+        if absent:
+            missing_files = " and ".join(f"{_DRAWING_PACKAGES[name]} needs {name}" for name in absent)
+            written = ", ".join(
+                ["report.json", *(file for name, file in _DRAWING_PACKAGES.items() if name not in absent)]
+            )
+            raise ArgumentError(
+                f'{missing_files}, which cannot be imported. Run: pip install "polyamp[parity]". Written to {folder}: '
+                f"{written}."
+            )
+        return folder / "report.html"
+
+
+def _json_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the schema (draft 2020-12) of a struct class, with a description of every class and field."""
+    (inner,), found = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    top = found.pop(inner["$ref"].rpartition("/")[2])
+    for each in [top, *found.values()]:
+        _move_docstring(each)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "polyamp parity report"}
+    return {**head, **{name: value for name, value in top.items() if name != "title"}, "$defs": found}
+
+
+def _move_docstring(component: dict[str, Any]) -> None:
+    """Split a class's docstring into the description of the class and those of its fields (`Attributes:`)."""
+    text = inspect.cleandoc(component.pop("description", ""))
+    begin, _, fields = text.partition("\n\nAttributes:\n")
+    if begin:
+        component["description"] = _join_lines(begin)
+    for entry in _FIELD.finditer(fields):
+        for name in entry["names"].split(", "):
+            component["properties"][name]["description"] = _join_lines(entry["text"])
+
+
+def _join_lines(text: str) -> str:
+    """Return a text as one line, with `null` for `None`."""
+    return re.sub(r"\bNone\b", "null", " ".join(text.replace("`", "").split()))
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True

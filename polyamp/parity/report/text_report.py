@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from polyamp.parity.findings import Comparison, ComparisonRow, Divergence, Findings
 from polyamp.parity.report import formatting
+from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, Findings
 
 MAX_LINES: Final = 10
 MAX_COLUMNS: Final = 120

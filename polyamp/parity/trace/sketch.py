@@ -82,11 +82,6 @@ class Sketch(msgspec.Struct, frozen=True, kw_only=True):
 
         return np.frombuffer(self.values, np.float32 if self.half else np.float64).astype(np.float64)
 
-    def _sums(self) -> Array:
-        import numpy as np
-
-        return np.frombuffer(self.sums, np.float64) if self.sums else self.samples()
-
 
 def sketch(array: Array, dtype: str) -> Sketch:
     """Return the sketch of a floating or integer array in canonical layout.
@@ -159,9 +154,12 @@ def sketch_distance(one: Sketch, other: Sketch) -> float:
     """
     import numpy as np
 
-    if one.size != other.size or one.nonfinite != other.nonfinite:
+    has_equal_size = one.shape == other.shape or one.size == other.size
+    if not has_equal_size or one.nonfinite != other.nonfinite:
         return math.inf
-    return float(np.linalg.norm(one._sums() - other._sums()))
+    if one.sums:
+        return float(np.linalg.norm(np.frombuffer(one.sums) - np.frombuffer(other.sums)))
+    return float(np.linalg.norm(one.samples() - other.samples()))
 
 
 def sample_indices(size: int) -> Array:

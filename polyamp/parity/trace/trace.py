@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final, Literal
@@ -44,10 +45,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     number: float | None = None
     own: str = ""
 
-    @property
-    def key(self) -> tuple[int, str, str, str, str]:
-        """Key that matches entries of the same quantity on both sides."""
-        return self.step, self.stage, self.module, self.what, self.name
+
+entry_key: Final[Callable[[Entry], tuple[int, str, str, str, str]]] = operator.attrgetter(
+    "step", "stage", "module", "what", "name"
+)
+"""Function from an entry to the key that matches entries of the same quantity on both sides."""
 
 
 class Trace(msgspec.Struct, kw_only=True):

@@ -6,11 +6,12 @@ in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
+from polyamp.errors import join_first
 from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.layer_layout import Form
@@ -69,6 +70,13 @@ class ArrayMappingPair(NamedTuple):
     second: list[ArrayMapping]
 
 
+def nearest_module(path: str, known: Container[str]) -> str:
+    """Return the innermost known module that is or contains a module; "" if there is none."""
+    while path and path not in known:
+        path = path.rpartition("/")[0]
+    return path
+
+
 def align(plan: TransferPlan) -> Alignment:
     """Return the alignment of two sides."""
     layers = {each.target.path: each.source.path for each in plan.pairs}
@@ -89,7 +97,7 @@ def align(plan: TransferPlan) -> Alignment:
     merged = [each.source.path for each in plan.pairs if _has_merge_mismatch(each)]
     if merged:
         notes.append(
-            f"one side adds two biases where the other has one: {_join_first_paths(merged)}. Either is trained for "
+            f"one side adds two biases where the other has one: {join_first(merged, 3)}. Either is trained for "
             "itself, so that their sum moves twice as far, and the norm counts both: the first forward and backward "
             "pass are compared, and no update"
         )
@@ -97,7 +105,7 @@ def align(plan: TransferPlan) -> Alignment:
     if biased:
         notes.append(
             f"running variances are the batch's on one side and an estimate of the population's on the other, as the "
-            f"frameworks have it: {_join_first_paths(biased)}. They are not compared"
+            f"frameworks have it: {join_first(biased, 3)}. They are not compared"
         )
     return Alignment(
         modules={"": "", **containers, **layers},
@@ -189,7 +197,3 @@ def _containers_by_layers(paths: Iterable[str]) -> dict[frozenset[str], str]:
         if len(inside) > 1:
             found.setdefault(frozenset(inside), []).append(container)
     return {inside: containers[0] for inside, containers in found.items() if len(containers) == 1}
-
-
-def _join_first_paths(paths: Sequence[str]) -> str:
-    return f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"

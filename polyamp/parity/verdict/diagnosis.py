@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from polyamp.parity.findings import Divergence, DivergenceKind, SideValues
+from polyamp.errors import join_first
 from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.report_data import Divergence, DivergenceKind, SideValues
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.hidden_modules import is_absent
@@ -37,7 +38,7 @@ class Diagnosis(NamedTuple):
 
 
 def build_divergence(
-    found: EntryComparison,
+    comparison: EntryComparison,
     phase: Phase,
     labels: tuple[str, str],
     alignment: Alignment,
@@ -49,7 +50,7 @@ def build_divergence(
     """Return the divergence at an entry, with its diagnosis.
 
     Args:
-        found: comparison of the entry at which the sides diverge.
+        comparison: comparison of the entry at which the sides diverge.
         phase: the phase.
         labels: of both sides.
         alignment: alignment of the sides.
@@ -58,13 +59,13 @@ def build_divergence(
         between: layers that run between that module and the entry, and have no compared output.
         operations: those that ran in other dtypes there, as text.
     """
-    one, two = found.one, found.two
-    diagnosis = diagnose(found, labels, alignment, phase, after)
+    one, two = comparison.one, comparison.two
+    diagnosis = diagnose(comparison, labels, alignment, phase, after)
     if operations:
         diagnosis = diagnosis._replace(evidence=[f"{operations}.", *diagnosis.evidence])
     if between:
         diagnosis = diagnosis._replace(evidence=[_hidden_layers_evidence(one.module, between), *diagnosis.evidence])
-    scale = found.scale or 1.0
+    scale = comparison.scale or 1.0
     module = one.module.partition("#")[0]
     return Divergence(
         phase=phase.title,
@@ -77,9 +78,9 @@ def build_divergence(
             label: _side_values(entry, trace, module)
             for label, entry, trace in zip(labels, (one, two), traces, strict=True)
         },
-        distance=found.distance / scale if math.isfinite(found.distance) else None,
-        allowed=found.allowed / scale,
-        own={label: None if own is None else own / scale for label, own in zip(labels, found.own, strict=True)},
+        distance=comparison.distance / scale if math.isfinite(comparison.distance) else None,
+        allowed=comparison.allowed / scale,
+        own={label: None if own is None else own / scale for label, own in zip(labels, comparison.own, strict=True)},
         kind=diagnosis.kind,
         sentence=diagnosis.sentence,
         evidence=diagnosis.evidence,
@@ -88,52 +89,55 @@ def build_divergence(
 
 
 def diagnose(
-    found: EntryComparison, labels: tuple[str, str], alignment: Alignment, phase: Phase, after: str
+    comparison: EntryComparison, labels: tuple[str, str], alignment: Alignment, phase: Phase, after: str
 ) -> Diagnosis:
     """Return the likely cause of a difference."""
-    a, b = found.one.sketch, found.two.sketch
-    where = _location_text(found.one, after)
+    a, b = comparison.one.sketch, comparison.two.sketch
+    where = _location_text(comparison.one, after)
     if a is None or b is None:
-        return _diagnose_number(found, labels)
+        return _diagnose_number(comparison, labels)
     if a.nonfinite != b.nonfinite:
         counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
         return Diagnosis("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
-    size = found.scale or 1.0
-    if found.kind == "randomness":
+    size = comparison.scale or 1.0
+    if comparison.kind == "randomness":
         own = [
             f"{label}: two runs of it differ by {each / size:.1e} (relative)."
-            for label, each in zip(labels, found.own, strict=True)
+            for label, each in zip(labels, comparison.own, strict=True)
             if each is not None
         ]
         return Diagnosis(
             "randomness", f"One side does not repeat itself {where}: something random runs in the model.", own
         )
-    if found.kind == "operations":
-        path = repr(found.one.module) if found.one.module else "the model"
+    if comparison.kind == "operations":
+        path = repr(comparison.one.module) if comparison.one.module else "the model"
         return Diagnosis("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
-    if found.kind == "dtype":
+    if comparison.kind == "dtype":
         return Diagnosis(
             "dtype",
             f"{labels[0]} gives {a.dtype} and {labels[1]} {b.dtype} {where}.",
             [_width_text(labels, a, b)],
         )
-    if found.kind == "missing":
-        without, other = labels if is_absent(found.one) else labels[::-1]
+    if comparison.kind == "missing":
+        without, other = labels if is_absent(comparison.one) else labels[::-1]
         return Diagnosis(
             "missing",
-            f"Of {found.one.name!r} of {found.one.module!r} the loss of {without} does not know; that of {other} does.",
+            f"Of {comparison.one.name!r} of {comparison.one.module!r} the loss of {without} does not know; that of "
+            f"{other} does.",
             [f"{other} has a gradient of root mean square {max(a.rms, b.rms):.3g}; {without} has none."],
         )
-    is_own_setting = found.one.what != "input"  # a layer's settings do not explain a difference in its input
-    differences = alignment.differences.get(found.one.module.partition("#")[0], []) if is_own_setting else []
-    attributes = alignment.differing_attributes.get(found.one.module.partition("#")[0], []) if is_own_setting else []
+    is_own_setting = comparison.one.what != "input"  # a layer's settings do not explain a difference in its input
+    differences = alignment.differences.get(comparison.one.module.partition("#")[0], []) if is_own_setting else []
+    attributes = (
+        alignment.differing_attributes.get(comparison.one.module.partition("#")[0], []) if is_own_setting else []
+    )
     if any(kind in _EPSILON_ATTRIBUTES for kind in attributes):
         return Diagnosis("epsilon", f"Another epsilon {where}.", differences)
-    if found.one.step == 0:
-        return _diagnose_initial_weight(found, labels)
-    if found.one.what == "parameter":
-        return _diagnose_parameter(found, labels)
-    if differences and found.one.what == "statistic":
+    if comparison.one.step == 0:
+        return _diagnose_initial_weight(comparison, labels)
+    if comparison.one.what == "parameter":
+        return _diagnose_parameter(comparison, labels)
+    if differences and comparison.one.what == "statistic":
         return Diagnosis("formula", f"Other settings {where}.", differences)
     factor = _common_factor(a, b)
     if factor is not None:
@@ -142,7 +146,7 @@ def diagnose(
             f"Every value of {labels[1]} is {factor:.6g} times that of {labels[0]} {where}.",
             [f"The ratio is the same in all {a.samples().size} elements that were looked at."],
         )
-    if found.distance > _PERMUTATION_MIN_DISTANCE * size and _is_permutation(a, b):
+    if comparison.distance > _PERMUTATION_MIN_DISTANCE * size and _is_permutation(a, b):
         return Diagnosis(
             "layout",
             f"The same numbers in another order {where}.",
@@ -158,12 +162,12 @@ def diagnose(
         )
     if a.width != b.width and "float32" in (a.width, b.width):
         return Diagnosis("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
-    text = f"relative distance {found.distance / size:.1e}, {found.allowed / size:.1e} allowed"
+    text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
     if phase.name != FLOAT32:
         return Diagnosis(
             "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}."]
         )
-    small = found.distance < 1e-2 * found.scale
+    small = comparison.distance < 1e-2 * comparison.scale
     return Diagnosis(
         "formula",
         f"Another formula {where}{': a small one, such as an approximation or an epsilon' if small else ''}.",
@@ -171,26 +175,26 @@ def diagnose(
     )
 
 
-def _diagnose_parameter(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+def _diagnose_parameter(comparison: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
     """Diagnose a parameter after an update whose gradient and optimizer slots agree."""
-    what = f"parameter {found.one.name!r} of {found.one.module!r}"
-    size = found.scale or 1.0
-    text = f"Its gradient and the optimizer's slots agree; relative distance {found.distance / size:.1e}."
-    if found.why:
-        why = found.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
+    what = f"parameter {comparison.one.name!r} of {comparison.one.module!r}"
+    size = comparison.scale or 1.0
+    text = f"Its gradient and the optimizer's slots agree; relative distance {comparison.distance / size:.1e}."
+    if comparison.why:
+        why = comparison.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
         return Diagnosis("formula", f"The optimizers move {what} in another way.", [why, text])
     return Diagnosis(
         "formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [text]
     )
 
 
-def _diagnose_initial_weight(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+def _diagnose_initial_weight(comparison: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
     """Diagnose a weight that differs before the first step."""
-    a, b = found.one.sketch, found.two.sketch
+    a, b = comparison.one.sketch, comparison.two.sketch
     assert a is not None
     assert b is not None
-    what = f"{found.one.what} {found.one.name!r} of {found.one.module!r}"
-    text = f"relative distance {found.distance / (found.scale or 1.0):.1e} before the first step"
+    what = f"{comparison.one.what} {comparison.one.name!r} of {comparison.one.module!r}"
+    text = f"relative distance {comparison.distance / (comparison.scale or 1.0):.1e} before the first step"
     if _is_permutation(a, b):
         return Diagnosis("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{text}."])
     if a.width != b.width:
@@ -200,9 +204,9 @@ def _diagnose_initial_weight(found: EntryComparison, labels: tuple[str, str]) ->
     return Diagnosis("layout", f"{labels[1]} began with other values of {what}.", [f"{text}."])
 
 
-def _diagnose_number(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
-    one, two = found.one.number or 0.0, found.two.number or 0.0
-    what = found.one.what
+def _diagnose_number(comparison: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+    one, two = comparison.one.number or 0.0, comparison.two.number or 0.0
+    what = comparison.one.what
     text = f"{what}: {one:.6g} in {labels[0]}, {two:.6g} in {labels[1]}."
     if not (math.isfinite(one) and math.isfinite(two)):
         return Diagnosis("not finite", f"The {what} is finite on one side alone.", [text])
@@ -226,10 +230,9 @@ def _integer_ratio_evidence(one: float, two: float, labels: tuple[str, str]) -> 
 
 
 def _hidden_layers_evidence(module: str, between: Sequence[str]) -> str:
-    more = f" and {len(between) - _MAX_OPERATIONS} more" if len(between) > _MAX_OPERATIONS else ""
     return (
         f"It shows in the output of {module or 'the model'!r}; before it run layers that do not show theirs on both "
-        f"sides: {', '.join(map(repr, between[:_MAX_OPERATIONS]))}{more}."
+        f"sides: {join_first(list(map(repr, between)), _MAX_OPERATIONS)}."
     )
 
 
@@ -286,8 +289,7 @@ def _has_common_factor_where_nonzero(a: Sketch, b: Sketch) -> bool:
 def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
     return (
         "; ".join(
-            f"all values of {label} are {'numbers of ' + each.width}"
-            for label, each in zip(labels, (a, b), strict=True)
+            f"all values of {label} are numbers of {each.width}" for label, each in zip(labels, (a, b), strict=True)
         )
         + "."
     )

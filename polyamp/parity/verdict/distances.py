@@ -48,24 +48,24 @@ class EntryComparison(NamedTuple):
 
 
 def prefer_float64_distance(
-    found: EntryComparison, wide: tuple[Entry | None, Entry | None], allowed: float
+    comparison: EntryComparison, wide: tuple[Entry | None, Entry | None], allowed: float
 ) -> EntryComparison:
-    """Return `found`, with the distance of the float64 runs if that exceeds `allowed`.
+    """Return `comparison`, with the distance of the float64 runs if that exceeds `allowed`.
 
     The float64 runs differ only by their formulas, and by constants that a program rounds to float32.
     """
     one, two = (None if entry is None else entry.sketch for entry in wide)
-    if one is None or two is None or one.size != two.size:
-        return found
+    if one is None or two is None:
+        return comparison
     distance = sketch_distance(one, two)
     if not math.isfinite(distance) or distance <= allowed:
-        return found
-    return found._replace(distance=distance, allowed=allowed)
+        return comparison
+    return comparison._replace(distance=distance, allowed=allowed)
 
 
 def own_distance(entry: Entry, wide: Entry | None) -> float | None:
     """Return the distance of a side from its own wider run; None if there is none, or if it is not finite."""
-    if wide is None or wide.sketch is None or entry.sketch is None or wide.sketch.size != entry.sketch.size:
+    if wide is None or wide.sketch is None or entry.sketch is None:
         return None
     found = sketch_distance(entry.sketch, wide.sketch)
     return found if math.isfinite(found) else None
@@ -92,5 +92,7 @@ def is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry
 
 def has_equal_layout(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Return whether two shapes are equal up to axes of length 1, or one is a flattened form of the other."""
+    if one == other:
+        return True
     some, others = ([length for length in shape if length != 1] for shape in (one, other))
     return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))

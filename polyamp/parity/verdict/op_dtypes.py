@@ -12,7 +12,7 @@ from typing import Final
 from polyamp.contract.casting_report import OperationCount
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.parity.trace.trace import Trace
-from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.alignment import Alignment, nearest_module
 
 _OPERATION_FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "softmax": ("softmax", "logsoftmax", "exp", "logsumexp", "sparsesoftmaxcrossentropywithlogits"),
@@ -54,16 +54,10 @@ def _dtypes_by_family(operations: Iterable[OperationCount], known: set[str]) -> 
         plain = row.name.lower().replace("_", "").replace(".", "")
         for family, names in _OPERATION_FAMILIES.items():
             if plain in names:
-                own = found.setdefault((_nearest_module(row.module, known), family), {})
+                own = found.setdefault((nearest_module(row.module, known), family), {})
                 if own.get(row.name) not in HALF_DTYPES:
                     own[row.name] = row.dtype
     return found
-
-
-def _nearest_module(path: str, known: set[str]) -> str:
-    while path and path not in known:
-        path = path.rpartition("/")[0]
-    return path
 
 
 def _format_dtypes(dtypes: Mapping[str, str]) -> str:

@@ -71,20 +71,20 @@ class OptimizerUpdates:
             total += min(distance / against, 1.0) ** 2 if against else 0.0
         return math.sqrt(total)
 
-    def record_gradient(self, one: Entry, two: Entry, found: EntryComparison) -> None:
+    def record_gradient(self, one: Entry, two: Entry, comparison: EntryComparison) -> None:
         """Record a gradient and its tolerance, before the update that it causes is compared."""
         import numpy as np
 
         assert one.sketch is not None
         assert two.sketch is not None
         key = (one.module, one.name)
-        each = found.allowed / math.sqrt(max(one.sketch.size, 1))
+        each = comparison.allowed / math.sqrt(max(one.sketch.size, 1))
         least = np.minimum(np.abs(one.sketch.samples()), np.abs(two.sketch.samples()))
         steady = least >= _STEADY_FACTOR * each
         self._steady_elements[key] = steady & self._steady_elements.get(key, steady)
         norm = max(one.sketch.norm, two.sketch.norm)
         self._gradient_tolerance[key] = max(
-            self._gradient_tolerance.get(key, 0.0), found.allowed / norm if norm else 0.0
+            self._gradient_tolerance.get(key, 0.0), comparison.allowed / norm if norm else 0.0
         )
 
     def compare_slot(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.parity.findings import Comparison, ComparisonRow, Divergence
 from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
+from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence
 from polyamp.parity.trace.sketch import sketch_distance
-from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
+from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
 from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.distances import (
@@ -115,7 +115,7 @@ def _split_steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _index_entries(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
-    return {entry.key: entry for entry in entries}
+    return {entry_key(entry): entry for entry in entries}
 
 
 StepEntries = Mapping[tuple[Any, ...], Entry]
@@ -167,7 +167,7 @@ class _PhaseComparison:
                 continue
             if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
                 continue  # frameworks differ in where infinities arise; only the step's reaction is compared
-            wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
+            wide = (wide_ours.get(entry_key(entry)), wide_theirs.get(entry_key(other)))
             leaf = entry.module.partition("#")[0] not in self._alignment.containers
             depth += entry.what.startswith("output") and leaf
             found: EntryComparison | None
@@ -333,26 +333,26 @@ class _PhaseComparison:
     def _compare_before_activation(
         self,
         entry: Entry,
-        found: EntryComparison | None,
+        comparison: EntryComparison | None,
         ours: StepEntries,
         theirs: StepEntries,
         wide: tuple[Entry | None, Entry | None],
         depth: int,
     ) -> EntryComparison | None:
-        """Return `found`, or the comparison before an activation that only one side's recorded output includes."""
-        if found is None or not found.counts or entry.stage != "forward":
-            return found
+        """Return `comparison`, or the comparison before an activation that only one side's recorded output includes."""
+        if comparison is None or not comparison.counts or entry.stage != "forward":
+            return comparison
         key = entry.step, entry.stage, entry.module
         one: Entry | None = entry
-        two: Entry | None = found.two
+        two: Entry | None = comparison.two
         if entry.what == "output":
             two = theirs.get((*key, BEFORE_ACTIVATION, ""))
         else:
             one = ours.get((*key, "output", ""))
         if one is None or two is None:
-            return found
+            return comparison
         nearer = self._compare_arrays(one, two, (None, None), depth, 0.0)
-        return found if nearer is None or nearer.counts else nearer
+        return comparison if nearer is None or nearer.counts else nearer
 
     def _compare_numbers(
         self,
@@ -380,12 +380,12 @@ class _PhaseComparison:
             allowed += math.sqrt(sum(each * each for each in gradients.values()))
         return EntryComparison(one, two, distance, allowed, scale, (own[0], own[1]))
 
-    def _record_worst(self, found: EntryComparison) -> None:
-        entry = found.one
+    def _record_worst(self, comparison: EntryComparison) -> None:
+        entry = comparison.one
         key = (entry.module, entry.stage, entry.what, entry.name)
         before = self._worst.get(key)
-        if before is None or (found.counts, found.ratio) > (before.counts, before.ratio):
-            self._worst[key] = found
+        if before is None or (comparison.counts, comparison.ratio) > (before.counts, before.ratio):
+            self._worst[key] = comparison
 
     def _add_note(self, note: str) -> None:
         if note not in self.notes:
@@ -432,9 +432,9 @@ def _has_overflow(ours: StepEntries, theirs: StepEntries) -> bool:
     return all(found) and not any(math.isfinite(number) for each in found for number in each)
 
 
-def _comparison_row(phase: str, found: EntryComparison) -> ComparisonRow:
-    one, two = found.one, found.two
-    scale = found.scale or 1.0
+def _comparison_row(phase: str, comparison: EntryComparison) -> ComparisonRow:
+    one, two = comparison.one, comparison.two
+    scale = comparison.scale or 1.0
     return ComparisonRow(
         phase=phase,
         module=one.module,
@@ -443,7 +443,7 @@ def _comparison_row(phase: str, found: EntryComparison) -> ComparisonRow:
         name=one.name,
         step=one.step,
         dtypes=("", "") if one.sketch is None or two.sketch is None else (one.sketch.dtype, two.sketch.dtype),
-        distance=found.distance / scale if math.isfinite(found.distance) else None,
-        allowed=found.allowed / scale,
-        counts=found.counts,
+        distance=comparison.distance / scale if math.isfinite(comparison.distance) else None,
+        allowed=comparison.allowed / scale,
+        counts=comparison.counts,
     )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from polyamp.errors import PortError
+from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_kinds import to_json_value
 from polyamp.porting.layouts.layer_layout import Form, same
@@ -103,14 +103,14 @@ def to_canonical(inventory: Inventory) -> Canonical:
     """
     unknown = [layer for layer in inventory.layers if len(layer.forms) > 1]
     if unknown:
-        shown = "; ".join(
+        shown = [
             f"{layer.path} ({' or '.join(dict.fromkeys(form.kind.replace('_', ' ') for form in layer.forms))})"
-            for layer in unknown[:5]
-        )
+            for layer in unknown
+        ]
         raise PortError(
-            f"what these layers are cannot be told from names and shapes: {shown}"
-            f"{f'; and {len(unknown) - 5} more' if len(unknown) > 5 else ''}. Give inputs, export(model, batch), so "
-            "that a call of the model shows it; polyamp.port(source, target) needs none where the other side tells."
+            f"what these layers are cannot be told from names and shapes: {join_first(shown, 5, '; ')}. Give inputs, "
+            "export(model, batch), so that a call of the model shows it; polyamp.port(source, target) needs none where "
+            "the other side tells."
         )
     places = _canonical_names(inventory)
     layers = {}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +97,30 @@ class Inventory:
             if name == "kernel"
         }
         return said.pop() if len(said) == 1 else 0
+
+
+def canonical_gradients(layer: NativeLayer, form: Form, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
+    """Return the gradients of a layer's arrays in canonical layout, by canonical array.
+
+    Arrays that are not trained, are tied to another array, or have no gradient are left out.
+
+    Args:
+        layer: the layer.
+        form: its form.
+        gradients: name of a leaf -> its gradient in the framework's layout.
+    """
+    found: dict[str, Lazy] = {}
+    for rule in form.rules:
+        native: dict[str, Lazy] = {}
+        for name in rule.native:
+            leaf = layer.leaves[name]
+            gradient = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
+            if gradient is not None:
+                native[name] = Lazy.of(gradient)
+        if len(native) < len(rule.native):
+            continue
+        made = dataclasses.replace(form, rules=(rule,)).arrays(native, gradients=True)
+        if any(getattr(operation, "absent", ()) for operation in rule.operations):
+            made = {rule.canonical[0]: made[rule.canonical[0]]}  # an array that the framework lacks has no gradient
+        found.update(made)
+    return found

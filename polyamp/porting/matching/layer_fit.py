@@ -78,8 +78,8 @@ def _ambiguity_reason(best: LayerFit, other: LayerFit) -> str:
     return "its kernel may be (inputs, features) or (features, inputs), and both are equally long"
 
 
-def _describe_fit(found: LayerFit) -> str:
-    return (found.source.kind if found.source.kind != "parameter" else found.target.kind).replace("_", " ")
+def _describe_fit(fit: LayerFit) -> str:
+    return (fit.source.kind if fit.source.kind != "parameter" else fit.target.kind).replace("_", " ")
 
 
 def _candidate_fits(source: NativeLayer, target: NativeLayer) -> Iterator[LayerFit]:

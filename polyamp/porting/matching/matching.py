@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
-from polyamp.porting.matching import attention_groups, neighbours
+from polyamp.porting.matching import attention_groups, neighbour_pairing
 from polyamp.porting.matching.layer_fit import LayerFit, find_layer_fit
 from polyamp.porting.matching.module_tree import ModuleNode, build_module_tree, count_values, is_in_call_order
 from polyamp.porting.matching.pairing import pair_nodes
@@ -82,24 +82,24 @@ def match_layers(
     """
     ours = [(path, layer) for path, layer in apply_rename_rules(source.layers, target.layers, names) if layer.leaves]
     theirs = [(layer.path, layer) for layer in target.layers if layer.leaves]
-    found = Matching()
+    matching = Matching()
     if names:
-        ours, theirs = _pair_named(ours, theirs, source, found)
+        ours, theirs = _pair_named(ours, theirs, source, matching)
     search = _Search(
         (source.ordered and is_in_call_order(source.layers), target.ordered and is_in_call_order(target.layers))
     )
-    found.add(search.align(build_module_tree(ours, tied=tied[0]), build_module_tree(theirs, tied=tied[1])))
-    _pair_by_neighbours(found)
+    matching.add(search.align(build_module_tree(ours, tied=tied[0]), build_module_tree(theirs, tied=tied[1])))
+    _pair_by_neighbours(matching)
     place = {layer.path: number for number, layer in enumerate(target.layers)}
-    found.pairs.sort(key=lambda each: place.get(each.target.path, 0))
-    return found
+    matching.pairs.sort(key=lambda each: place.get(each.target.path, 0))
+    return matching
 
 
 def _pair_named(
     ours: Sequence[tuple[str, NativeLayer]],
     theirs: Sequence[tuple[str, NativeLayer]],
     source: Inventory,
-    found: Matching,
+    matching: Matching,
 ) -> tuple[list[tuple[str, NativeLayer]], list[tuple[str, NativeLayer]]]:
     """Pair layers whose path after `names=` is exactly a path of the target; return the remaining layers of both
     sides."""
@@ -114,9 +114,9 @@ def _pair_named(
             and path not in taken
             and (fit := find_layer_fit(layer, other)) is not None
         ):
-            found.pairs.append(LayerMatch(layer, other, fit, "names="))
+            matching.pairs.append(LayerMatch(layer, other, fit, "names="))
             taken.add(path)
-    done = {id(each.source) for each in found.pairs}
+    done = {id(each.source) for each in matching.pairs}
     return [(path, layer) for path, layer in ours if id(layer) not in done], [
         (path, layer) for path, layer in theirs if path not in taken
     ]
@@ -137,17 +137,19 @@ class _Search:
 
     def align(self, source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> Matching:
         """Match the layers in two lists of nodes."""
-        found = Matching()
+        matching = Matching()
         sides = list(source), list(target)
         all_nodes = list(source), list(target)  # all nodes in order, at the current depth
         while sides[0] and sides[1]:
-            if not self._pair_heaviest(sides, all_nodes, found) and not _open_heaviest(sides, all_nodes):
+            if not self._pair_heaviest(sides, all_nodes, matching) and not _open_heaviest(sides, all_nodes):
                 break
         for number in (0, 1):
-            found.unmatched[number].extend(leaf.layer for node in sides[number] for leaf in node.leaves() if leaf.layer)
-        return _regroup_attention(found) if found.unmatched[0] and found.unmatched[1] else found
+            matching.unmatched[number].extend(
+                leaf.layer for node in sides[number] for leaf in node.leaves() if leaf.layer
+            )
+        return _regroup_attention(matching) if matching.unmatched[0] and matching.unmatched[1] else matching
 
-    def _pair_heaviest(self, sides: _Sides, all_nodes: _Sides, found: Matching) -> bool:
+    def _pair_heaviest(self, sides: _Sides, all_nodes: _Sides, matching: Matching) -> bool:
         """Pair the nodes of the largest mass with equal counts on both sides; return False if there are none."""
         counts = Counter(node.mass for node in sides[0]), Counter(node.mass for node in sides[1])
         closed = any(node.layer is None for side in sides for node in side)
@@ -166,7 +168,7 @@ class _Search:
                 closed and done.indistinguishable and any(node.layer is not None for node in groups[0])
             ):
                 continue  # opened modules may distinguish them
-            found.add(done)
+            matching.add(done)
             for side, group in zip(sides, groups, strict=True):
                 side[:] = [node for node in side if node not in group]
             return True
@@ -237,47 +239,51 @@ class _Search:
         return found if found.is_complete else None
 
 
-def _pair_by_neighbours(found: Matching) -> None:
+def _pair_by_neighbours(matching: Matching) -> None:
     """Pair indistinguishable layers by their neighbours. Norms matched by number or order are included if the
     convolutions next to them contradict the match."""
-    _drop_doubtful_pairs(found)
-    for group in list(found.indistinguishable):
-        couples = neighbours.pair_by_neighbours(
-            *group, [(each.source, each.target) for each in found.pairs], _all_layers(found)
+    _drop_doubtful_pairs(matching)
+    for group in list(matching.indistinguishable):
+        couples = neighbour_pairing.pair_by_neighbours(
+            *group, [(each.source, each.target) for each in matching.pairs], _all_layers(matching)
         )
         fits = [find_layer_fit(one, other) for one, other in couples or ()]
         if couples is not None and None not in fits:
-            found.indistinguishable.remove(group)
-            found.pairs += [LayerMatch(*each, fit, "neighbour") for each, fit in zip(couples, fits, strict=True) if fit]
+            matching.indistinguishable.remove(group)
+            matching.pairs += [
+                LayerMatch(*each, fit, "neighbour") for each, fit in zip(couples, fits, strict=True) if fit
+            ]
 
 
-def _drop_doubtful_pairs(found: Matching) -> None:
+def _drop_doubtful_pairs(matching: Matching) -> None:
     """Drop the pairs of norms that their neighbours contradict."""
     doubtful = ("number", "order")
-    norms = [each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.evidence in doubtful]
-    others = [(each.source, each.target) for each in found.pairs if each not in norms]
+    norms = [each for each in matching.pairs if each.fit.source.kind.endswith("_norm") and each.evidence in doubtful]
+    others = [(each.source, each.target) for each in matching.pairs if each not in norms]
     groups: dict[tuple[int, str], list[LayerMatch]] = {}
     for each in norms:
         groups.setdefault((count_values(each.source), each.fit.source.kind), []).append(each)
     for group in groups.values():
-        neighbour_index = neighbours.NeighbourIndex(others, [each.target for each in group], _all_layers(found))
+        neighbour_index = neighbour_pairing.NeighbourIndex(
+            others, [each.target for each in group], _all_layers(matching)
+        )
         said = [(neighbour_index.find_partner(each.source), each.target) for each in group]
         if any(partner is not None and partner is not target for partner, target in said):
-            found.pairs = [each for each in found.pairs if all(each is not one for one in group)]
-            found.indistinguishable.append(([each.source for each in group], [each.target for each in group]))
+            matching.pairs = [each for each in matching.pairs if all(each is not one for one in group)]
+            matching.indistinguishable.append(([each.source for each in group], [each.target for each in group]))
 
 
-def _all_layers(found: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
+def _all_layers(matching: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
     """Return all layers of both sides."""
     ours = [
-        *(each.source for each in found.pairs),
-        *found.unmatched[0],
-        *(layer for one, _ in found.indistinguishable for layer in one),
+        *(each.source for each in matching.pairs),
+        *matching.unmatched[0],
+        *(layer for one, _ in matching.indistinguishable for layer in one),
     ]
     theirs = [
-        *(each.target for each in found.pairs),
-        *found.unmatched[1],
-        *(layer for _, two in found.indistinguishable for layer in two),
+        *(each.target for each in matching.pairs),
+        *matching.unmatched[1],
+        *(layer for _, two in matching.indistinguishable for layer in two),
     ]
     return ours, theirs
 
@@ -315,7 +321,9 @@ def _open_heaviest(sides: _Sides, all_nodes: _Sides) -> bool:
     return True
 
 
-def _regroup_attention(found: Matching) -> Matching:
+def _regroup_attention(matching: Matching) -> Matching:
     """Match attention and its projections if one side has them as one layer and the other as several."""
-    pairs, unmatched = attention_groups.regroup_attention(*found.unmatched)
-    return Matching([*found.pairs, *(LayerMatch(*each, "name") for each in pairs)], unmatched, found.indistinguishable)
+    pairs, unmatched = attention_groups.regroup_attention(*matching.unmatched)
+    return Matching(
+        [*matching.pairs, *(LayerMatch(*each, "name") for each in pairs)], unmatched, matching.indistinguishable
+    )

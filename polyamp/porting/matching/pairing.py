@@ -83,7 +83,7 @@ def _pair_by_name_or_order(
         and _has_counting_numbers(target, ordered[1])
         and not _has_role_conflict(ours[0], theirs[0])
     ):
-        return _pair_in_sequence(source, target, "number")
+        return _pair_in_number_order(source, target)
     if _branch_counts(ours) != _branch_counts(theirs):
         # an actor and a critic against dense_2 and dense_3: neither numbers nor an order decides
         return None
@@ -135,11 +135,11 @@ def _last_segment(name: ModuleName) -> str:
     return name.stem.rpartition("/")[2]
 
 
-def _pair_in_sequence(source: Sequence[ModuleNode], target: Sequence[ModuleNode], told: str) -> NodePairs:
+def _pair_in_number_order(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> NodePairs:
     def by_number(node: ModuleNode) -> tuple[int, ...]:
         return node.name.numbers
 
-    return [(a, b, told) for a, b in zip(sorted(source, key=by_number), sorted(target, key=by_number), strict=True)]
+    return [(a, b, "number") for a, b in zip(sorted(source, key=by_number), sorted(target, key=by_number), strict=True)]
 
 
 def _pair_by_definition_order(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> NodePairs | None:
@@ -240,7 +240,7 @@ def _pair_by_stems(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -
             and _is_numbered_family([node.name for node in some])
             and _is_numbered_family([node.name for node in others])
         ):
-            pairs += _pair_in_sequence(some, others, "number")
+            pairs += _pair_in_number_order(some, others)
         else:
             return None
     return pairs

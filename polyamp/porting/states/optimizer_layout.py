@@ -7,6 +7,7 @@ writes with it. It is data alone, so that a checkpoint stores it as JSON and is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -67,13 +68,16 @@ class OptimizerLayout:
 
     def spec_at(self, leaf: str) -> Spec | None:
         """Return the spec with the hyperparameters of a leaf; None for a kind that polyamp does not have."""
-        found = [spec for spec in SPECS if spec.tag == self.type]
+        kind = self.type
+        found = [spec for spec in SPECS if spec.tag == kind]
         return found[0].unchecked(self.distinct[self.numbers.get(leaf, 0)]) if found else None
 
-    def is_number(self, slot: str) -> bool:
-        """Return whether a slot is one number for each parameter."""
+    @functools.cached_property
+    def number_slots(self) -> frozenset[str]:
+        """Slots that are one number for each parameter."""
         spec = self.spec_at("")
-        return spec is not None and slot in spec.slot_shapes and spec.slot_shape(slot, (2, 3)) == ()
+        shapes = () if spec is None else spec.slot_shapes
+        return frozenset(slot for slot in shapes if spec is not None and spec.slot_shape(slot, (2, 3)) == ())
 
     def plain(self) -> dict[str, Any]:
         """Return the layout as JSON data."""

@@ -57,9 +57,9 @@ def training_state(state: Any) -> TrainingState:
         >>> sorted(found.slots), found.slots["exp_avg"]["dense0/kernel"], found.counts["dense0/kernel"]
         (['exp_avg', 'exp_avg_sq'], Lazy(float32[4, 1]), 0)
     """
-    own = make_training_side(state, target=False)
-    _check_movable(own)
-    return canonical_state(own, [ArrayMapping(layer.path, layer, layer.forms[0]) for layer in own.inventory.layers])
+    side = make_training_side(state, target=False)
+    _check_movable(side)
+    return canonical_state(side, [ArrayMapping(layer.path, layer, layer.forms[0]) for layer in side.inventory.layers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,10 @@ def port_state(
         for each in plan.pairs
     ]
     changed = recipe_comparison.compare_recipes(
-        ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained_leaf_pairs(mappings, ours, theirs)
+        ours.settings(),
+        theirs.settings(),
+        (ours.optimizer, theirs.optimizer),
+        _trained_leaf_pairs(mappings, ours, theirs),
     )
     if strict:
         _check_recipe(changed, ours, theirs)
@@ -168,10 +171,10 @@ def _split_bias_notes(pairs: Sequence[tuple[ArrayMapping, ArrayMapping]]) -> lis
     return found
 
 
-def _check_movable(own: TrainingSide) -> None:
-    if own.optimizer.refused:
+def _check_movable(side: TrainingSide) -> None:
+    if side.optimizer.refused:
         raise PortError(
-            f"{own.name}: {'; '.join(own.optimizer.refused)}. That has no counterpart in another framework's "
+            f"{side.name}: {'; '.join(side.optimizer.refused)}. That has no counterpart in another framework's "
             "optimizer. The model alone can be moved: polyamp.port(model, other_model)."
         )
 
@@ -194,9 +197,9 @@ def _check_same_slots(source: TrainingSide, target: TrainingSide) -> None:
         )
 
 
-def _describe_slots(own: TrainingSide) -> str:
-    slots = ", ".join(own.optimizer.slots) or "no arrays"
-    return f"{own.name} with {own.optimizer.type or 'an optimizer'}, which keeps {slots}"
+def _describe_slots(side: TrainingSide) -> str:
+    slots = ", ".join(side.optimizer.slots) or "no arrays"
+    return f"{side.name} with {side.optimizer.type or 'an optimizer'}, which keeps {slots}"
 
 
 def _write_loss_scale(

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
-from polyamp.recipe.files import to_plain_data
+from polyamp.recipe.serialization import to_plain_data
 from polyamp.rules.group_members import GroupMembers
 from polyamp.train import recipe_changes
 from polyamp.train.recipe_changes import SettingChange

@@ -19,7 +19,7 @@ from polyamp.errors import ArgumentError, CheckpointError, PortError, Unsupporte
 from polyamp.porting.layouts.converter import Converter, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Array
-from polyamp.porting.states.metadata import read_state_metadata as read_description
+from polyamp.porting.states.checkpoint_metadata import read_state_metadata as read_description
 from polyamp.porting.states.optimizer_layout import (
     HasStateConverter,
     NativeTraining,
@@ -105,7 +105,7 @@ class TrainingSide:
         arrays: every array by name, as `export_state` names them.
         leaves: name of a leaf -> array.
         optimizer: layout of its optimizer's arrays.
-        settings: known settings of its recipe as plain values, without the optimizer.
+        settings: returns the known settings of its recipe as plain values, without the optimizer.
         scaler: its loss scaler; None if there is none or it is unknown.
         has_recipe: whether it has a complete recipe with all settings.
         replace_arrays: function from arrays to the state with them; None for a checkpoint.
@@ -116,7 +116,7 @@ class TrainingSide:
     arrays: Mapping[str, Array]
     leaves: Mapping[str, str]
     optimizer: OptimizerLayout
-    settings: Mapping[str, Any]
+    settings: Callable[[], Mapping[str, Any]]
     scaler: LossScaler | None
     has_recipe: bool
     replace_arrays: Callable[[Mapping[str, Array]], Any] | None
@@ -135,8 +135,13 @@ def is_training_side(value: Any) -> bool:
     return is_state(value) or isinstance(value, Training)
 
 
-def make_training_side(value: Any, *, target: bool) -> TrainingSide:
+def make_training_side(value: Any, *, target: bool, inventory: Inventory | None = None) -> TrainingSide:
     """Return a training state as one side of a port.
+
+    Args:
+        value: the training state.
+        target: whether it is the side that is filled.
+        inventory: the layers of its model if they are known, with any values.
 
     Raises:
         ArgumentError: none of these.
@@ -144,9 +149,9 @@ def make_training_side(value: Any, *, target: bool) -> TrainingSide:
         CheckpointError: a damaged file.
     """
     if isinstance(value, Training):
-        return _side_of_native_training(value)
+        return _side_of_native_training(value, inventory)
     if is_state(value):
-        return _side_of_state(value, target=target)
+        return _side_of_state(value, inventory, target=target)
     if isinstance(value, str | os.PathLike) and not target:
         return _side_of_checkpoint(value)
     accepted = (
@@ -158,37 +163,37 @@ def make_training_side(value: Any, *, target: bool) -> TrainingSide:
     )
 
 
-def _side_of_state(state: Any, *, target: bool) -> TrainingSide:
+def _side_of_state(state: Any, known: Inventory | None, *, target: bool) -> TrainingSide:
     backend: Backend = cast("State[Any]", state).backend
     converter, states = find_converters(backend)
-    arrays = backend.export_state(state)
-    inventory = converter.inventory(state.model)
     name = f"the {backend.name} state"
-    if not target:
-        arrays = {**arrays, **_rename_numbered_arrays(inventory, arrays)}
+    inventory, arrays, leaves = _name_leaves(
+        name, converter, state.model, backend.export_state(state), known, has_numbered_arrays=not target
+    )
     return TrainingSide(
         name,
         inventory,
         arrays,
-        _leaf_array_names(inventory, arrays, name),
+        leaves,
         states.layout(state, arrays),
-        recipe_changes.state_settings(state),
+        lambda: recipe_changes.state_settings(state),
         state.recipe.loss_scaler,
         True,
         lambda new: backend.import_state(state, new),
     )
 
 
-def _side_of_native_training(given: Training) -> TrainingSide:
+def _side_of_native_training(given: Training, known: Inventory | None) -> TrainingSide:
     backend = registry.backend_for(given.model)
     converter, states = find_converters(backend)
     native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)
-    arrays = native.arrays()
+    held = native.arrays()
     if given.step is not None:
-        arrays["step"] = np.asarray(given.step, np.int32)
-    inventory = converter.inventory(native.model)
+        held["step"] = np.asarray(given.step, np.int32)
     name = f"the {backend.name} training"
+    inventory, arrays, leaves = _name_leaves(name, converter, native.model, held, known, has_numbered_arrays=False)
     scaler = LossScaler(**native.scaler) if native.scaler else None
+    settings = {} if scaler is None else {"scaler": {field: getattr(scaler, field) for field in _SCALER_RULE_FIELDS}}
 
     def replace_arrays(new: Mapping[str, Array]) -> Training:
         made = native.replaced({name: array for name, array in new.items() if name != "step"})
@@ -198,9 +203,9 @@ def _side_of_native_training(given: Training) -> TrainingSide:
         name,
         inventory,
         arrays,
-        _leaf_array_names(inventory, arrays, name),
+        leaves,
         native.layout,
-        {} if scaler is None else {"scaler": {name: getattr(scaler, name) for name in _SCALER_RULE_FIELDS}},
+        lambda: settings,
         scaler,
         False,
         replace_arrays,
@@ -238,7 +243,7 @@ def _side_of_checkpoint(path: str | os.PathLike[str]) -> TrainingSide:
         arrays,
         leaves,
         optimizer,
-        settings,
+        lambda: settings,
         checkpoint_checks.saved_scaler(settings, LossScaler.off()) if settings else None,
         bool(settings),
         None,
@@ -260,19 +265,44 @@ def find_converters(backend: Backend) -> tuple[Converter, StateConverter]:
     return backend.porting, backend.porting_states
 
 
-def _rename_numbered_arrays(inventory: Inventory, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Rename statistics that a checkpoint stores under numbers (equinox's `State`) to the model's names."""
-    lost = set(map_leaf_arrays(inventory, arrays)[1])
+def _name_leaves(
+    name: str,
+    converter: Converter,
+    model: Any,
+    arrays: Mapping[str, Array],
+    known: Inventory | None,
+    *,
+    has_numbered_arrays: bool,
+) -> tuple[Inventory, Mapping[str, Array], dict[str, str]]:
+    """Return the layers of a model, its arrays, and the name of each leaf's array.
+
+    Args:
+        name: name of the side for messages.
+        converter: converter of the model.
+        model: the model.
+        arrays: every array by name.
+        known: the layers of the model if they are known; they are used if each of their leaves has an array.
+        has_numbered_arrays: whether statistics that a checkpoint stores under numbers (equinox's `State`) get the
+            model's names too.
+    """
+    if known is not None:
+        leaves, lost = map_leaf_arrays(known, arrays)
+        if not lost:
+            return known, arrays, leaves
+    inventory = converter.inventory(model)
+    leaves, lost = map_leaf_arrays(inventory, arrays)
+    if lost and has_numbered_arrays:
+        arrays = {**arrays, **_rename_numbered_arrays(inventory, set(lost))}
+        leaves, lost = map_leaf_arrays(inventory, arrays)
+    if lost:
+        raise PortError(f"{name}: {unnamed_leaves_reason(lost)}")
+    return inventory, arrays, leaves
+
+
+def _rename_numbered_arrays(inventory: Inventory, lost: set[str]) -> dict[str, Array]:
     return {
         f"running/{leaf.tied or leaf.name}": leaf.array.read()
         for layer in inventory.layers
         for leaf in layer.leaves.values()
         if leaf.name in lost and not leaf.trainable
     }
-
-
-def _leaf_array_names(inventory: Inventory, arrays: Mapping[str, Any], name: str) -> dict[str, str]:
-    found, lost = map_leaf_arrays(inventory, arrays)
-    if lost:
-        raise PortError(f"{name}: {unnamed_leaves_reason(lost)}")
-    return found

@@ -60,62 +60,70 @@ class ArrayMapping(NamedTuple):
     order: ChannelOrder | None = None
 
 
-def canonical_state(own: TrainingSide, mappings: Sequence[ArrayMapping]) -> TrainingState:
+def canonical_state(side: TrainingSide, mappings: Sequence[ArrayMapping]) -> TrainingState:
     """Convert a side to canonical layout."""
     parameters: dict[str, Lazy] = {}
-    slots: SlotArrays = {slot: {} for slot in own.optimizer.slots}
+    slots: SlotArrays = {slot: {} for slot in side.optimizer.slots}
     counts: dict[str, int] = {}
     for mapping in mappings:
-        held = {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in mapping.layer.leaves.items()}
-        parameters |= _named_arrays(mapping, mapping.form.arrays(held))
+        parameters |= _named_arrays(mapping, canonical_parameters(side, mapping))
         for slot in slots:
-            if own.optimizer.is_number(slot):
-                slots[slot] |= _canonical_numbers(own, slot, mapping)
-                continue
-            kept = {name: _read_slot(own, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
-            there = {name: array for name, array in kept.items() if array is not None}
-            slots[slot] |= _named_arrays(
-                mapping, _available_native_rules(mapping.form, there).arrays(there, gradients=True)
-            )
+            slots[slot] |= _named_arrays(mapping, canonical_slot(side, slot, mapping))
         for rule in mapping.form.rules:
             known = [
-                _update_count(own, leaf.tied or leaf.name)
+                _update_count(side, leaf.tied or leaf.name)
                 for leaf in (mapping.layer.leaves[name] for name in rule.native)
             ]
             counted = [number for number in known if number is not None]
             if counted:
                 counts |= {f"{mapping.path}/{name}": max(counted) for name in rule.canonical}
     fields = {name: f"loss_scale/{name}" for name in LossScaleState._fields}
-    scale = {name: own.arrays[array].item() for name, array in fields.items() if array in own.arrays}
-    return TrainingState(parameters, slots, counts, own.optimizer.type, scale, own.step or 0)
+    scale = {name: side.arrays[array].item() for name, array in fields.items() if array in side.arrays}
+    return TrainingState(parameters, slots, counts, side.optimizer.type, scale, side.step or 0)
+
+
+def canonical_parameters(side: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
+    """Return the parameters and running statistics of one layer by canonical array, in the side's own order."""
+    return mapping.form.arrays(
+        {name: Lazy.of(side.arrays[side.leaves[leaf.name]]) for name, leaf in mapping.layer.leaves.items()}
+    )
+
+
+def canonical_slot(side: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
+    """Return an optimizer's slot of one layer by canonical array, in the side's own order."""
+    if slot in side.optimizer.number_slots:
+        return _canonical_numbers(side, slot, mapping)
+    kept = {name: _read_slot(side, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
+    there = {name: array for name, array in kept.items() if array is not None}
+    return _available_native_rules(mapping.form, there).arrays(there, gradients=True)
 
 
 def native_state_arrays(
-    given: TrainingState, own: TrainingSide, mappings: Sequence[ArrayMapping]
+    given: TrainingState, side: TrainingSide, mappings: Sequence[ArrayMapping]
 ) -> tuple[dict[str, Array], list[str]]:
     """Return a side's arrays with the values of a canonical state, and notes for the report."""
-    new = dict(own.arrays)
+    new = dict(side.arrays)
     fresh: list[str] = []
     counts = {
-        leaf: _update_count(own, leaf) or 0 for leaf in own.optimizer.counts
+        leaf: _update_count(side, leaf) or 0 for leaf in side.optimizer.counts
     }  # own values for leaves that nothing is moved to
     for mapping in mappings:
         like = mapping.layer.arrays
         values = transfer_arrays(mapping, given.parameters)
         for name, array in _available_canonical_rules(mapping.form, values).leaves(values, like).items():
-            _write_values(new, own, mapping.layer.leaves[name], own.leaves[mapping.layer.leaves[name].name], array)
-        for slot, names in own.optimizer.slots.items():
+            _write_values(new, side, mapping.layer.leaves[name], side.leaves[mapping.layer.leaves[name].name], array)
+        for slot, names in side.optimizer.slots.items():
             values = transfer_arrays(mapping, given.slots.get(slot, {}))
-            if own.optimizer.is_number(slot):
-                fresh += _write_slot_numbers(new, own, slot, mapping, values, given.counts)
+            if slot in side.optimizer.number_slots:
+                fresh += _write_slot_numbers(new, side, slot, mapping, values, given.counts)
                 continue
             made = _available_canonical_rules(mapping.form, values).leaves(values, like, moments=True)
             for name, leaf in mapping.layer.leaves.items():
                 if leaf.tied is None and leaf.name in names:
-                    array = made.get(name) or _initial_slot(own, slot, leaf)
+                    array = made.get(name) or _initial_slot(side, slot, leaf)
                     fresh += [leaf.name] if name not in made else []
                     _write_values(
-                        new, own, leaf, names[leaf.name], array, 1.0 / own.optimizer.factors.get(slot, 1.0), 4
+                        new, side, leaf, names[leaf.name], array, 1.0 / side.optimizer.factors.get(slot, 1.0), 4
                     )
         for rule in mapping.form.rules:
             known = [given.counts.get(f"{mapping.path}/{name}") for name in rule.canonical]
@@ -123,7 +131,7 @@ def native_state_arrays(
             for name in rule.native:
                 leaf = mapping.layer.leaves[name]
                 counts[leaf.name] = 0 if leaf.name in fresh else number
-    said = _write_counts(new, own, counts, given.step)
+    said = _write_counts(new, side, counts, given.step)
     if fresh:
         named = ", ".join(dict.fromkeys(fresh))
         said.append(f"trained in the target alone, so that the optimizer's state of it begins anew: {named}")
@@ -152,38 +160,38 @@ def _available_canonical_rules(form: Form, arrays: Mapping[str, Any]) -> Form:
     return dataclasses.replace(form, rules=tuple(r for r in form.rules if all(name in arrays for name in r.canonical)))
 
 
-def _read_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | None:
+def _read_slot(side: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | None:
     """Return a leaf's slot in the scaling of polyamp's formulas; None if the leaf is not trained."""
-    name = own.optimizer.slots[slot].get(leaf.tied or leaf.name)
+    name = side.optimizer.slots[slot].get(leaf.tied or leaf.name)
     if name is None:
         return None
-    array = own.arrays.get(name)
+    array = side.arrays.get(name)
     if array is None:  # the optimizer has not created it yet
-        return _initial_slot(own, slot, leaf)
-    factor = own.optimizer.factors.get(slot, 1.0)
+        return _initial_slot(side, slot, leaf)
+    factor = side.optimizer.factors.get(slot, 1.0)
     if factor == 1.0:
         return Lazy.of(array)
     return Lazy(array.shape, array.dtype, lambda: array * array.dtype.type(factor))
 
 
-def _canonical_numbers(own: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
+def _canonical_numbers(side: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
     """Return a slot that is a number, by canonical array: of several native arrays that of the most updates."""
     found: dict[str, Lazy] = {}
     for rule in mapping.form.rules:
         known: list[tuple[int, Lazy]] = []
         for leaf in (mapping.layer.leaves[name] for name in rule.native):
-            array = _read_slot(own, slot, leaf)
+            array = _read_slot(side, slot, leaf)
             if array is not None:
-                known.append((_update_count(own, leaf.tied or leaf.name) or 0, array))
+                known.append((_update_count(side, leaf.tied or leaf.name) or 0, array))
         if known:
             latest = max(known, key=lambda pair: pair[0])[1]
-            found |= {f"{mapping.path}/{name}": latest for name in rule.canonical}
+            found |= dict.fromkeys(rule.canonical, latest)
     return found
 
 
 def _write_slot_numbers(
     new: dict[str, Array],
-    own: TrainingSide,
+    side: TrainingSide,
     slot: str,
     mapping: ArrayMapping,
     values: Mapping[str, Lazy],
@@ -193,7 +201,7 @@ def _write_slot_numbers(
 
     Args:
         new: the target's arrays.
-        own: the target.
+        side: the target.
         slot: the slot.
         mapping: the layer.
         values: canonical array -> its number.
@@ -203,37 +211,37 @@ def _write_slot_numbers(
     for rule in mapping.form.rules:
         known = [(counts.get(f"{mapping.path}/{name}", 0), values[name]) for name in rule.canonical if name in values]
         for leaf in (mapping.layer.leaves[name] for name in rule.native):
-            array = own.optimizer.slots[slot].get(leaf.name)
+            array = side.optimizer.slots[slot].get(leaf.name)
             if array is None or leaf.tied is not None:
                 continue
             fresh += [] if known else [leaf.name]
-            number = max(known, key=lambda pair: pair[0])[1] if known else _initial_slot(own, slot, leaf)
-            _write_number(new, own, array, number.read().item())
+            number = max(known, key=lambda pair: pair[0])[1] if known else _initial_slot(side, slot, leaf)
+            _write_number(new, side, array, number.read().item())
     return fresh
 
 
-def _initial_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy:
+def _initial_slot(side: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy:
     """Return the initial value of a slot."""
-    spec = own.optimizer.spec_at(leaf.tied or leaf.name)
+    spec = side.optimizer.spec_at(leaf.tied or leaf.name)
     start = 0.0 if spec is None else spec.initial(slot)
     shape = leaf.array.shape if spec is None else spec.slot_shape(slot, leaf.array.shape)
     dtype = np.dtype(np.float32)
     return Lazy(shape, dtype, lambda: np.full(shape, start, dtype))
 
 
-def _update_count(own: TrainingSide, leaf: str) -> int | None:
-    place = own.optimizer.counts.get(leaf)
+def _update_count(side: TrainingSide, leaf: str) -> int | None:
+    place = side.optimizer.counts.get(leaf)
     if place is None:
         return None
-    if place.array not in own.arrays:  # the optimizer has not created it yet
+    if place.array not in side.arrays:  # the optimizer has not created it yet
         return 0
-    missed = int(own.arrays[place.missed][place.index]) if place.missed else 0
-    return int(own.arrays[place.array].reshape(-1)[-1]) - missed
+    missed = int(side.arrays[place.missed][place.index]) if place.missed else 0
+    return int(side.arrays[place.array].reshape(-1)[-1]) - missed
 
 
 def _write_values(
     new: dict[str, Array],
-    own: TrainingSide,
+    side: TrainingSide,
     leaf: InventoryLeaf,
     name: str,
     values: Lazy,
@@ -246,34 +254,34 @@ def _write_values(
         return
     read = values.read()
     if read.shape != leaf.array.shape:
-        raise PortError(f"{leaf.name}: {list(leaf.array.shape)} in {own.name}. Received: {list(read.shape)}.")
-    dtype = own.arrays[name].dtype if name in own.arrays else leaf.array.dtype
-    if name not in own.arrays and dtype.itemsize < least:
+        raise PortError(f"{leaf.name}: {list(leaf.array.shape)} in {side.name}. Received: {list(read.shape)}.")
+    dtype = side.arrays[name].dtype if name in side.arrays else leaf.array.dtype
+    if name not in side.arrays and dtype.itemsize < least:
         dtype = np.dtype(np.float32)
     scaled = read if factor == 1.0 else read * read.dtype.type(factor)
     new[name] = np.array(scaled, dtype, order="C")
 
 
-def _write_counts(new: dict[str, Array], own: TrainingSide, counts: Mapping[str, int], step: int) -> list[str]:
+def _write_counts(new: dict[str, Array], side: TrainingSide, counts: Mapping[str, int], step: int) -> list[str]:
     """Write the counts into the target's arrays, and the number of applied updates to all of its locations."""
     shared: dict[str, dict[str, int]] = {}
     for leaf, number in counts.items():
-        place = own.optimizer.counts.get(leaf)
+        place = side.optimizer.counts.get(leaf)
         if place is None:
             continue
         if place.missed:
             missed = new[place.missed]
-            if missed is own.arrays[place.missed]:
+            if missed is side.arrays[place.missed]:
                 missed = new[place.missed] = np.array(missed)
             missed[place.index] = step - number
-            _write_number(new, own, place.array, step)
+            _write_number(new, side, place.array, step)
         else:
             shared.setdefault(place.array, {})[leaf] = number
-    for name in {*own.optimizer.positions, "step"} & set(own.arrays):
-        _write_number(new, own, name, step)
+    for name in {*side.optimizer.positions, "step"} & set(side.arrays):
+        _write_number(new, side, name, step)
     said = []
     for name, numbers in shared.items():
-        _write_number(new, own, name, max(numbers.values()))
+        _write_number(new, side, name, max(numbers.values()))
         late = [leaf for leaf, number in numbers.items() if number != max(numbers.values())]
         if late:
             said.append(
@@ -283,6 +291,6 @@ def _write_counts(new: dict[str, Array], own: TrainingSide, counts: Mapping[str,
     return said
 
 
-def _write_number(new: dict[str, Array], own: TrainingSide, name: str, number: float) -> None:
-    old = own.arrays.get(name)
+def _write_number(new: dict[str, Array], side: TrainingSide, name: str, number: float) -> None:
+    old = side.arrays.get(name)
     new[name] = np.full((), number, np.float32) if old is None else np.full(old.shape, number, old.dtype)

@@ -96,7 +96,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_distance_of_losses_is_relative() -> None:
-    from benchmarks.common.paired import distance
+    from benchmarks.common.paired_timing import distance
 
     assert distance([2.0, 4.0], [2.0, 4.4]) == pytest.approx(0.1)
     assert distance([1.0], [float("nan")]) != distance([1.0], [float("nan")])

@@ -110,7 +110,7 @@ def test_tensor_cores_are_faster_than_the_others_and_every_peak_has_a_source() -
 
 def test_mfu_is_palms_formula_computed_by_hand() -> None:
     from benchmarks.gpu.devices import flop_per_token, mfu, parameters
-    from benchmarks.gpu.rows import BLOCKS, GPT
+    from benchmarks.gpu.measurements import BLOCKS, GPT
 
     # 12 x (12 x 768^2 + 13 x 768); a head of 768 x 50304 and a norm of 2 x 768 more
     assert parameters(BLOCKS) == 85_054_464
@@ -128,7 +128,7 @@ def test_mfu_is_palms_formula_computed_by_hand() -> None:
     ("limit", "size"), [(2.5 * GIB, 1), (47 * GIB, 64), (42.5 * GIB, 64), (42.0 * GIB, 32), (1e15, 1024)]
 )
 def test_the_batch_is_the_largest_power_of_two_that_fits(limit: float, size: int) -> None:
-    from benchmarks.gpu.course import fitting_batch
+    from benchmarks.gpu.run_plan import fitting_batch
 
     found = fitting_batch(lambda batch: (1.8 + 0.63 * batch) * GIB, limit)
     assert found.size == size
@@ -136,7 +136,7 @@ def test_the_batch_is_the_largest_power_of_two_that_fits(limit: float, size: int
 
 
 def test_a_guess_that_does_not_fit_is_measured_and_halved() -> None:
-    from benchmarks.gpu.course import fitting_batch
+    from benchmarks.gpu.run_plan import fitting_batch
 
     measured = []
 
@@ -149,7 +149,7 @@ def test_a_guess_that_does_not_fit_is_measured_and_halved() -> None:
 
 
 def test_no_batch_fits() -> None:
-    from benchmarks.gpu.course import fitting_batch
+    from benchmarks.gpu.run_plan import fitting_batch
 
     with pytest.raises(MemoryError, match="a batch of 1 does not fit into 1024 MiB"):
         fitting_batch(lambda batch: None, GIB)
@@ -176,7 +176,7 @@ class KnownTraining:
         return self.bytes
 
     def waits(self) -> Any:
-        from benchmarks.gpu.rows import Waits
+        from benchmarks.gpu.measurements import Waits
 
         return Waits(0.0, "by a count")
 
@@ -222,10 +222,10 @@ class KnownEngine:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def measure(engine: KnownEngine, **settings: Any) -> dict[str, Any]:
-        from benchmarks.gpu import course
+        from benchmarks.gpu import run_plan
 
-        monkeypatch.setattr(course, "plan", lambda settings: [(course.BLOCKS, ("float32", "bfloat16"))])
-        entries = course.measure(engine, course.Settings(budget=1e9)._replace(**settings), lambda entries: None)
+        monkeypatch.setattr(run_plan, "plan", lambda settings: [(run_plan.BLOCKS, ("float32", "bfloat16"))])
+        entries = run_plan.measure(engine, run_plan.Settings(budget=1e9)._replace(**settings), lambda entries: None)
         return {entry.name: entry for entry in entries}
 
     return measure
@@ -314,7 +314,7 @@ def test_a_batch_of_1_that_runs_out_of_memory_is_named(measured: Callable[..., d
 
 
 def test_a_rehearsal_is_at_tiny_sizes_whether_quick_or_not() -> None:
-    from benchmarks.gpu.course import FULL, Settings, plan
+    from benchmarks.gpu.run_plan import FULL, Settings, plan
 
     sizes = {quick: [each for each, _ in plan(Settings(quick=quick, rehearse=True))] for quick in (False, True)}
     assert [each.name for each in sizes[False]] == [each.name for each in FULL] == ["block", "mlp", "gpt", "resnet"]
@@ -323,7 +323,7 @@ def test_a_rehearsal_is_at_tiny_sizes_whether_quick_or_not() -> None:
 
 
 def test_every_workload_is_measured_in_every_precision() -> None:
-    from benchmarks.gpu.course import Settings, plan
+    from benchmarks.gpu.run_plan import Settings, plan
 
     assert {precisions for _, precisions in plan(Settings())} == {("float32", "bfloat16", "float16", "TF32")}
 

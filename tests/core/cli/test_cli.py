@@ -19,7 +19,7 @@ from polyamp import BackendStatus
 from polyamp.cli import tables
 from polyamp.cli.app import app
 from polyamp.demo import runner
-from polyamp.demo.report import DemoReport, FrameworkFailure, FrameworkRun, compare
+from polyamp.demo.comparison_report import DemoReport, FrameworkFailure, FrameworkRun, compare
 
 
 def make_report(**changes: Any) -> DemoReport:
@@ -268,7 +268,7 @@ def test_frameworks_that_skip_different_steps_are_said_to() -> None:
 
 
 def test_curves_that_are_not_finite_are_shown_and_drawn(tmp_path: Path) -> None:
-    from polyamp.cli.picture import draw
+    from polyamp.cli.demo_charts import draw
 
     report = make_report()
     report.runs[1].losses[-1] = None
@@ -282,7 +282,7 @@ def test_the_left_panel_of_a_row_names_what_the_row_shares(monkeypatch: pytest.M
     """The panels of a row have one vertical axis: its name and its numbers stand at the left one."""
     from matplotlib.figure import Figure
 
-    from polyamp.cli.picture import draw
+    from polyamp.cli.demo_charts import draw
 
     drawn: list[Any] = []
     write = Figure.savefig

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from polyamp.cli import parity
 from polyamp.cli.app import app
 from polyamp.cli.progress import show_progress
-from polyamp.parity.execution import messages
-from polyamp.parity.findings import Environment, Failure
+from polyamp.parity.execution import worker_messages
 from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Environment, Failure
 
 FILE = """
 import time
@@ -146,13 +146,13 @@ def test_bars_on_a_terminal_show_the_loss_and_what_failed() -> None:
     failure = Failure(side="b", phase="float32", step=3, reason="crashed", message="")
     with show_progress(console) as on_event:
         for event in (
-            *(messages.SideLaunchEvent(side=side) for side in ("[a]", "b")),
-            messages.SideBuildEvent(side="[a]", environment=place, recipe=None),
-            messages.SideProgressEvent(
+            *(worker_messages.SideLaunchEvent(side=side) for side in ("[a]", "b")),
+            worker_messages.SideBuildEvent(side="[a]", environment=place, recipe=None),
+            worker_messages.SideProgressEvent(
                 side="[a]", phase="mixed_float16", step=2, steps=2, loss=0.25, scale=2.0**13, skipped=3
             ),
-            messages.SideFinishEvent(side="[a]"),
-            messages.SideFailureEvent(failure=failure),
+            worker_messages.SideFinishEvent(side="[a]"),
+            worker_messages.SideFailureEvent(failure=failure),
         ):
             on_event(event)
     assert isinstance(console.file, io.StringIO)
@@ -172,8 +172,10 @@ def test_lines_tell_of_each_quarter_and_of_what_is_not_installed() -> None:
     with show_progress(console) as on_event:
         for side, last in (("torch", 21), ("keras", 40)):
             for step in range(1, last + 1):
-                on_event(messages.SideProgressEvent(side=side, phase="fp16", step=step, steps=40, loss=0.5, scale=1.0))
-        on_event(messages.SideFailureEvent(failure=missing))
+                on_event(
+                    worker_messages.SideProgressEvent(side=side, phase="fp16", step=step, steps=40, loss=0.5, scale=1.0)
+                )
+        on_event(worker_messages.SideFailureEvent(failure=missing))
     assert isinstance(console.file, io.StringIO)
     expected = [(side, step) for side, last in (("torch", 20), ("keras", 40)) for step in (1, *range(10, last + 1, 10))]
     assert console.file.getvalue().splitlines() == [

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp import BackendError, Policy
+from polyamp import BackendError, Policy, framework_detection
+from polyamp import backend_lookup as lookup
 from polyamp.contract import registry
-from polyamp.lookup import backends as lookup
-from polyamp.lookup import framework_detection
 from polyamp.reference import BACKEND
 from polyamp.reference.tensor import Tensor
 

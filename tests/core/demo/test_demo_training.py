@@ -15,9 +15,9 @@ import pytest
 
 from polyamp import BackendError, LossScaler, PolicyError, Recipe, RecipeError, __version__, adam, sgd
 from polyamp.demo import runner, worker
-from polyamp.demo.report import DemoReport, FrameworkRun, compare, distance
-from polyamp.parity.execution.array_store import ArrayStore
-from polyamp.parity.execution.messages import ParityEvent, SideBuildEvent, SideFinishEvent, SideProgressEvent
+from polyamp.demo.comparison_report import DemoReport, FrameworkRun, compare, distance
+from polyamp.parity.execution.memory_mapped_arrays import ArrayStore
+from polyamp.parity.execution.worker_messages import ParityEvent, SideBuildEvent, SideFinishEvent, SideProgressEvent
 from polyamp.reference import MLP
 from polyamp.reference.harness import ReferenceHarness
 

@@ -56,8 +56,17 @@ MISSING: dict[tuple[str, str], str] = {}
 """(backend, room) -> why it is not there yet; strict: a row leaves with the commit that brings the room."""
 
 CORE_FLOORS = (
-    ("_version", "errors", "float_formats", "array_namespace", "trees", "display", "process_reaper"),
-    ("results", "lookup", "files", "records", "schedules", "argument_hints", "worker_processes"),
+    (
+        "_version",
+        "errors",
+        "float_formats",
+        "framework_detection",
+        "array_namespace",
+        "trees",
+        "display",
+        "process_reaper",
+    ),
+    ("results", "backend_lookup", "files", "records", "schedules", "argument_hints", "worker_processes"),
     ("recipe",),
     ("rules",),
     ("contract",),

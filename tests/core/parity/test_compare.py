@@ -9,7 +9,7 @@ import pytest
 
 import polyamp
 from polyamp.errors import ArgumentError, PortError, RecipeError
-from polyamp.parity.own_loop import OwnLoop
+from polyamp.parity.trainers import OwnLoop
 from polyamp.porting.check import Batch
 from polyamp.reference import MLP
 

@@ -14,7 +14,6 @@ import parity_sides
 import pytest
 
 from polyamp import ArgumentError
-from polyamp.parity.execution.array_store import ArrayStore, batch_digest, load_batch, memory_map
 from polyamp.parity.execution.function_ref import (
     FunctionRef,
     add_import_paths,
@@ -22,6 +21,7 @@ from polyamp.parity.execution.function_ref import (
     load_module_file,
     make_function_ref,
 )
+from polyamp.parity.execution.memory_mapped_arrays import ArrayStore, batch_digest, load_batch, memory_map
 from polyamp.porting import Batch
 
 

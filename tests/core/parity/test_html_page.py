@@ -17,7 +17,7 @@ import pytest
 from matplotlib import image
 from matplotlib.colors import to_rgb
 
-from polyamp.parity.report import html_charts, html_page, picture
+from polyamp.parity.report import html_charts, html_page, png_charts
 from polyamp.parity.report.report import Comparison, ComparisonRow, Curve, Divergence, Report
 from tests.core.parity import reports
 
@@ -240,7 +240,7 @@ def test_what_is_not_finite_or_0_has_a_place_and_a_word() -> None:
         ["same", "float32", "agrees", "0", "1e-06", "0"],
         ["the model", "float32", "agrees", "0", "0", "0"],
     ]
-    assert picture.draw(report)[1:4] == b"PNG"
+    assert png_charts.draw(report)[1:4] == b"PNG"
 
 
 def test_failures_come_before_all_else_and_agreement_is_said(pages: dict[str, tuple[str, Page]]) -> None:
@@ -366,7 +366,7 @@ def test_errors_are_placed_by_module_and_size() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_picture_is_1200_wide_whatever_the_report(name: str) -> None:
-    made = picture.draw(KINDS[name])
+    made = png_charts.draw(KINDS[name])
     assert made[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", made[16:24])
     assert width == 1200
@@ -377,7 +377,7 @@ def test_the_picture_is_1200_wide_whatever_the_report(name: str) -> None:
 def test_equal_curves_all_stay_visible_in_the_picture() -> None:
     sides = ("a", "b", "c", "d")
     curves = [Curve(side=side, phase="float32", loss=[1.0] * 20) for side in sides]
-    made = image.imread(io.BytesIO(picture.draw(reports.report(sides, phases=("float32",), curves=curves))))
+    made = image.imread(io.BytesIO(png_charts.draw(reports.report(sides, phases=("float32",), curves=curves))))
     colours = [np.all(np.abs(made[..., :3] - to_rgb(code)) < 0.02, axis=-1) for code in CODES]
     line = int(np.argmax(colours[0].sum(axis=1)))  # the row of pixels that has most of the first side's colour
     first, *later = (colour[line - 4 : line + 5].any(axis=0) for colour in colours)
@@ -390,4 +390,4 @@ def test_equal_curves_all_stay_visible_in_the_picture() -> None:
 def test_a_name_that_is_no_formula_and_letters_that_no_font_has() -> None:
     first: Divergence = reports.divergence(module="a$b_{c$", sentence="層\U0001f600 $\\frac$")
     report: Report = reports.report(("torch $x", "jax"), first=first)
-    assert picture.draw(report)[1:4] == b"PNG"
+    assert png_charts.draw(report)[1:4] == b"PNG"

@@ -14,7 +14,7 @@ import pytest
 
 from polyamp import ArgumentError, Recipe, RecipeError
 from polyamp._version import __version__
-from polyamp.parity.execution import messages
+from polyamp.parity.execution import worker_messages
 from polyamp.parity.execution.runner import run
 from polyamp.parity.report.report import Failure, Report
 from polyamp.parity.trace import trace
@@ -38,9 +38,9 @@ def interpreter(path: Path, *lines: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[messages.ParityEvent], Path]:
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[worker_messages.ParityEvent], Path]:
     out = tmp_path_factory.mktemp("parity") / "out"
-    events: list[messages.ParityEvent] = []
+    events: list[worker_messages.ParityEvent] = []
     build = {"one": sides.plain, "the other": sides.other, "doubled": sides.doubled}
     report = started(build, out=out, on_event=events.append, recipe={
         "one": sides.RECIPE, "the other": sides.RECIPE, "doubled": sides.recipe
@@ -48,7 +48,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[message
     return report, events, out
 
 
-def test_one_side_agrees_and_one_parts(good: tuple[Report, list[messages.ParityEvent], Path]) -> None:
+def test_one_side_agrees_and_one_parts(good: tuple[Report, list[worker_messages.ParityEvent], Path]) -> None:
     report, _, _ = good
     assert report.failures == []
     assert not report.agrees
@@ -78,16 +78,20 @@ def test_one_side_agrees_and_one_parts(good: tuple[Report, list[messages.ParityE
     assert 0.0 < report.own_seconds < report.seconds
 
 
-def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[messages.ParityEvent], Path]) -> None:
+def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[worker_messages.ParityEvent], Path]) -> None:
     _, events, _ = good
-    kinds = [(type(event).__name__, event.side) for event in events if not isinstance(event, messages.SideFailureEvent)]
+    kinds = [
+        (type(event).__name__, event.side)
+        for event in events
+        if not isinstance(event, worker_messages.SideFailureEvent)
+    ]
     labels = ["one", "the other", "doubled"]
     assert kinds[:6] == [(kind, label) for label in labels for kind in ("SideLaunchEvent", "SideBuildEvent")]
     trained = [("SideProgressEvent", label) for label in labels for _ in range(2 * STEPS)]
     trained[2 * STEPS : 2 * STEPS] = [("SideFinishEvent", "one")]
     trained[4 * STEPS + 1 : 4 * STEPS + 1] = [("SideFinishEvent", "the other")]
     assert kinds[6:] == [*trained, ("SideFinishEvent", "doubled")]
-    steps = [event for event in events if isinstance(event, messages.SideProgressEvent)]
+    steps = [event for event in events if isinstance(event, worker_messages.SideProgressEvent)]
     assert [(event.phase, event.step) for event in steps[: 2 * STEPS]] == [
         (phase, step) for phase in ("float32", "mixed_bfloat16") for step in (1, 2, 3)
     ]
@@ -95,7 +99,7 @@ def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[messages.
 
 
 def test_the_folder_has_the_report_and_of_each_side_what_it_printed_and_its_trace(
-    good: tuple[Report, list[messages.ParityEvent], Path],
+    good: tuple[Report, list[worker_messages.ParityEvent], Path],
 ) -> None:
     report, _, out = good
     assert Report.from_json((out / "report.json").read_bytes()) == report

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyamp.parity.findings import Comparison
 from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.report_data import Comparison
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.parity.findings import Divergence
 from polyamp.parity.precisions import FLOAT32, POLICY, Phase
+from polyamp.parity.report_data import Divergence
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment

@@ -17,7 +17,7 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Blocks, Merge, Split, Transpose
-from polyamp.porting.states import metadata
+from polyamp.porting.states import checkpoint_metadata
 from polyamp.reference import MLP
 from polyamp.train import checkpoint, checkpoint_tensors
 
@@ -240,8 +240,8 @@ def test_a_description_is_read_as_it_was_written() -> None:
 
     held = {f"model/{name}": array for name, array in given.items()}
     said: Any = Fixed()
-    text = metadata.state_metadata_json(State(), held, said, said)
-    inventory, names, optimizer = metadata.read_state_metadata(json.loads(text), held)
+    text = checkpoint_metadata.state_metadata_json(State(), held, said, said)
+    inventory, names, optimizer = checkpoint_metadata.read_state_metadata(json.loads(text), held)
     (found,) = inventory.layers
     assert (inventory.framework, inventory.ordered, inventory.left) == ("test", False, {"seed": "random"})
     assert (found.path, found.module, found.forms) == ("cell", "Cell", layer.forms)
@@ -249,4 +249,4 @@ def test_a_description_is_read_as_it_was_written() -> None:
     assert names == {"a": "model/a", "b": "model/b"}
     assert optimizer.plain() == json.loads(json.dumps(layout.plain()))
     with pytest.raises(ValueError, match="operation 'Lists'"):
-        metadata.read_state_metadata(json.loads(text.replace('"Transpose"', '"Lists"')), held)
+        checkpoint_metadata.read_state_metadata(json.loads(text.replace('"Transpose"', '"Lists"')), held)

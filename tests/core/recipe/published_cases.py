@@ -1,6 +1,6 @@
 """The presets of S16 and the published rules with the same sequences, those of the conformance suite among them.
 
-The transcriptions follow `polyamp.conformance.published`.
+The transcriptions follow `polyamp.conformance.published_scalers`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from polyamp.conformance import published
-from polyamp.conformance.published import FLOAT32_MAX, PublishedRule
+from polyamp.conformance import published_scalers
+from polyamp.conformance.published_scalers import FLOAT32_MAX, PublishedRule
 
 
 def keras(flags: Sequence[bool], *, scale: float, interval: int) -> Iterator[float]:
@@ -80,11 +80,11 @@ class PublishedCase(NamedTuple):
 def _cases() -> list[PublishedCase]:
     cases = []
     plain: tuple[tuple[PublishedRule, str, dict[str, Any]], ...] = (
-        (published.torch, "torch", {}),
+        (published_scalers.torch, "torch", {}),
         (keras, "keras", {}),
         (apex, "apex", {}),
         (jmp, "jmp", {}),
-        (published.flax, "flax", {}),
+        (published_scalers.flax, "flax", {}),
         (deepspeed_fused, "deepspeed", {"hysteresis": 1}),
     )
     for interval in (1, 2, 3):
@@ -95,10 +95,10 @@ def _cases() -> list[PublishedCase]:
                 more, theirs = {**given, "hysteresis": hysteresis}, {**own, "hysteresis": hysteresis}
                 refilled = {**theirs, "consecutive_hysteresis": True}
                 cases += [
-                    PublishedCase(published.megatron, more, "megatron", theirs),
-                    PublishedCase(published.deepspeed, more, "deepspeed", theirs),
-                    PublishedCase(published.deepspeed, {**more, "consecutive": True}, "deepspeed", refilled),
-                    PublishedCase(published.apex_hysteresis, more, "torch", refilled),
+                    PublishedCase(published_scalers.megatron, more, "megatron", theirs),
+                    PublishedCase(published_scalers.deepspeed, more, "deepspeed", theirs),
+                    PublishedCase(published_scalers.deepspeed, {**more, "consecutive": True}, "deepspeed", refilled),
+                    PublishedCase(published_scalers.apex_hysteresis, more, "torch", refilled),
                 ]
     cases.append(
         PublishedCase(apex, {"scale": 2.0**23, "interval": 1}, "apex", {"init_scale": 2.0**23, "growth_interval": 1})

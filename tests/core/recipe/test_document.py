@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyamp import Policy
-from polyamp.recipe.dialects import DIALECTS
+from polyamp.recipe.policy_names import DIALECTS
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "guides" / "policies.md").read_text(encoding="utf-8")
 

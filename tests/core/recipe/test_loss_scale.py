@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from polyamp import LossScaleError, LossScaler, LossScaleState, Policy, UnsupportedError
 from polyamp.array_namespace import PYTHON
-from polyamp.conformance.published import OVERFLOWS, PUBLISHED_SCALERS
+from polyamp.conformance.published_scalers import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.recipe.scaler import PRESETS
 from polyamp.reference.arrays import XP
 

@@ -12,7 +12,7 @@ import pytest
 
 from polyamp import Policy, PolicyError
 from polyamp.float_formats import DTYPE_ALIASES, canonical_dtype
-from polyamp.recipe.dialects import DIALECTS
+from polyamp.recipe.policy_names import DIALECTS
 
 F16, BF16, F32, F64 = "float16", "bfloat16", "float32", "float64"
 

@@ -10,8 +10,8 @@ import pytest
 
 from polyamp import LossScaler, LossScaleState
 from polyamp.array_namespace import PYTHON
-from polyamp.conformance import published
-from polyamp.conformance.published import OVERFLOWS, PUBLISHED_SCALERS
+from polyamp.conformance import published_scalers
+from polyamp.conformance.published_scalers import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.recipe.scaler import PRESETS
 from tests.core.recipe.published_cases import CASES, PublishedCase
 
@@ -38,7 +38,9 @@ def test_s16_a_preset_has_the_scales_of_its_source(case: PublishedCase) -> None:
         want = list(case.rule(overflows, **case.arguments))
         assert trace(scaler, overflows)[: len(want)] == want, overflows
         stopped += len(want) < len(overflows)
-    assert bool(stopped) == (case.rule is published.deepspeed), "only DeepSpeed's ZeRO class ends a run, at the floor"
+    assert bool(stopped) == (case.rule is published_scalers.deepspeed), (
+        "only DeepSpeed's ZeRO class ends a run, at the floor"
+    )
 
 
 def test_s16_the_table_in_the_semantics_is_what_the_sources_do() -> None:
@@ -73,7 +75,7 @@ def test_s16_deepspeed_and_flax_grow_one_step_later_and_differ_from_each_other()
 
 def test_s16_deepspeed_raises_at_the_floor_where_polyamp_stays_there() -> None:
     scaler = LossScaler.like("deepspeed", init_scale=2.0, hysteresis=1)
-    theirs = list(published.deepspeed([True] * 8, scale=2.0, interval=1000, hysteresis=1))
+    theirs = list(published_scalers.deepspeed([True] * 8, scale=2.0, interval=1000, hysteresis=1))
     assert theirs == [1.0]
     assert trace(scaler, [True] * 8) == [1.0] * 8
 

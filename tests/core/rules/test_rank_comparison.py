@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from polyamp.conformance.in_memory_store import InMemoryStore
+from polyamp.conformance.in_memory_rank_store import InMemoryStore
 from polyamp.errors import CheckpointError, ReplicaError
-from polyamp.rules import liveness, roll_call, single_file_save
-from polyamp.rules.collective_calls import collective_call
+from polyamp.rules import failure_report, liveness, single_file_save
+from polyamp.rules.collective_barrier import collective_call
 from polyamp.rules.failure_report import RankFailures
 from polyamp.rules.rank_comparison import (
     Fingerprint,
@@ -171,7 +171,7 @@ def test_s32_the_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     begun = time.monotonic()
     found = on_ranks(3, run)
     assert found[0].startswith("rank 1 is no longer running: killed, or ended without a word. (The coll")
-    assert time.monotonic() - begun < roll_call.ROLL_CALL_TIMEOUT
+    assert time.monotonic() - begun < failure_report.ROLL_CALL_TIMEOUT
 
 
 def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +193,7 @@ def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCapt
 
 
 def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "ROLL_CALL_TIMEOUT", 0.5)
+    monkeypatch.setattr(failure_report, "ROLL_CALL_TIMEOUT", 0.5)
 
     def run(group: RankGroup) -> str:
         board = RankFailures(group)

@@ -26,7 +26,7 @@ from polyamp import ArgumentError, CheckpointError
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import ReplicaError
 from polyamp.files import exclusive_writer
-from polyamp.rules import random_streams
+from polyamp.rules import resume_rng_seeds
 from polyamp.train import checkpoint, checkpoint_tensors, sharded_checkpoint
 from polyamp.train.checkpoint_processes import UnshardedState
 
@@ -44,7 +44,7 @@ def data_of(path: Path) -> Path:
 
 
 def test_s33_the_guides_example_runs() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "checkpoints_of_many.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "sharded_checkpoints.md").read_text(encoding="utf-8")
     code = guide.split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(compile(code, "guide", "exec"), found)  # the page's own lines
@@ -236,7 +236,7 @@ def test_s33_four_processes_go_on_as_any_number(tmp_path: Path, form: bool | Non
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert all(np.array_equal(one.arrays[name], other.arrays[name]) for name in (*DIVIDED, "step"))
         own = count == len(saved_streams)
-        drawn = other.arrays["rng"] if own else [random_streams.stream_seed(saved_streams, rank, count)] * 2
+        drawn = other.arrays["rng"] if own else [resume_rng_seeds.stream_seed(saved_streams, rank, count)] * 2
         assert one.arrays["rng"].tolist() == list(drawn)
 
 

@@ -154,7 +154,7 @@ def kept(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    module = importlib.import_module("polyamp.parity.execution.collect_report")
+    module = importlib.import_module("polyamp.parity.execution.report_builder")
 
     def keeping(labels: Any, runs: Any, agreed: Any, recipes: Any) -> Comparison:
         seen = [(phase, *((ran.trace, list(ran.entries())) for ran in (one, two))) for phase, one, two in runs]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
-from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import shape_struct
 from polyamp_jax.models.call_hook import hook_calls

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp.porting.layouts.registration import registered_form
+from polyamp.porting.layouts.layer_registration import registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path, path_name, shape_struct
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight, number_leaves

@@ -14,7 +14,7 @@ import haiku as hk
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.models.libraries.haiku import split_model
 from polyamp_jax.porting.jax_only import array_places

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
 from polyamp_jax.porting.libraries import linen_names
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, parameter_form

@@ -15,7 +15,7 @@ from flax import nnx
 
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path, named_leaves, path_name
 from polyamp_jax.models.call_hook import hook_calls

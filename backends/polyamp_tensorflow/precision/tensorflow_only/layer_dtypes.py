@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from polyamp.errors import PolicyError
 from polyamp.float_formats import FLOAT_DTYPES, HALF_DTYPES
-from polyamp.recipe import module_aliases, overrides
+from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.compat import EagerTensor, constructor_arguments, is_keras_code
@@ -74,7 +74,7 @@ def resolve_layer_policy(model: Any, policy: Policy) -> ResolvedPolicy:
     names = layer_path_aliases(found)
     paths = [names[module.path] for module in found]
     paths += [(path,) for module in found for _, path in functional_operations(module)]
-    called = module_aliases.expand_aliases(
+    called = path_aliases.expand_aliases(
         policy.aliases, "tensorflow", [[path for path in own if path] for own in paths]
     )
     overrides.check_all_match(policy.overrides, (name for own in called for name in own))

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
-from polyamp.recipe.dialects import DIALECTS
 from polyamp.recipe.policy import Policy
+from polyamp.recipe.policy_names import DIALECTS
 from polyamp.recipe.resolved_policy import module_precision
 from polyamp_torch.arrays import DTYPES
 from polyamp_torch.compat import is_cuda_autocast_unavailable

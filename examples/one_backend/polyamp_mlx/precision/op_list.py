@@ -28,8 +28,8 @@ FAMILIES: Final[dict[str, str]] = {
     "fft.irfftn fft.stft fft.istft",
     "probabilities": "sigmoid erf",
 }
-"""Family of `polyamp.rules.float32_ops` -> functions that run in float32. The last family is MLX's own: autocast sees
-one operation at a time, so probabilities are computed in float32 for a logarithm or `1 - p` that may follow."""
+"""Family of `polyamp.rules.float32_op_families` -> functions that run in float32. The last family is MLX's own:
+autocast sees one operation at a time, so probabilities are float32 for a logarithm or `1 - p` after them."""
 
 PRODUCTS: Final = (
     "matmul addmm einsum tensordot inner conv1d conv2d conv3d conv_general conv_transpose1d conv_transpose2d "

@@ -24,7 +24,7 @@ from jax import lax, nn
 from jax.extend.core import Primitive
 
 import polyamp
-from polyamp.rules.float32_ops import OP_FAMILIES
+from polyamp.rules.float32_op_families import OP_FAMILIES
 from polyamp_jax import compat
 from polyamp_jax.precision import op_list
 from polyamp_jax.precision.interpreter import control_flow

@@ -1,4 +1,4 @@
-"""S4: each family of `polyamp.rules.float32_ops`, as operations of functional models and as functions in a `Lambda`."""
+"""S4: each family of `polyamp.rules.float32_op_families`, in functional models and in a `Lambda`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from polyamp import Policy
 from polyamp.errors import PolicyError
-from polyamp.rules.float32_ops import OP_FAMILIES
+from polyamp.rules.float32_op_families import OP_FAMILIES
 from polyamp_tensorflow import apply_policy
 from polyamp_tensorflow.precision import op_list
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import CheckpointError, ReplicaError
-from polyamp.rules import random_streams
+from polyamp.rules import resume_rng_seeds
 from tests import ranks
 
 ENGINES = ("ddp", "fsdp2", "hsdp", "tensor_parallel", "fsdp2+tensor_parallel")
@@ -179,7 +179,7 @@ def test_s33_two_ranks_and_other_engines_take_what_four_saved(of_four: Any, fold
         drawn = [each[pair][0]["rng/cpu"] for each in found]
         every = [each[pair[0]][0]["rng/cpu"].tobytes() for each in of_four]
         for rank, stream in enumerate(drawn):
-            seeded = torch.Generator().manual_seed(random_streams.stream_seed(every, rank, 2)).get_state().numpy()
+            seeded = torch.Generator().manual_seed(resume_rng_seeds.stream_seed(every, rank, 2)).get_state().numpy()
             assert np.array_equal(stream, seeded), pair
 
 
@@ -251,7 +251,7 @@ def test_s33_every_rank_refuses_what_one_refuses(of_four: Any, folder: Path, tmp
 
 
 def as_the_guide_says(rank: int, folder: str) -> int:
-    guide = Path(__file__).parents[4] / "docs" / "guides" / "checkpoints_of_many.md"
+    guide = Path(__file__).parents[4] / "docs" / "guides" / "sharded_checkpoints.md"
     os.chdir(folder)
     found: dict[str, Any] = {}
     exec(guide.read_text(encoding="utf-8").split("```python torch\n")[1].split("```")[0], found)

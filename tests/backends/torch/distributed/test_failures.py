@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import ModelError, PolicyError, ReplicaError
-from polyamp.rules import rank_comparison, roll_call
+from polyamp.rules import failure_report, rank_comparison
 from polyamp_torch.distributed import failure_guard
 from tests import ranks
 
@@ -244,7 +244,7 @@ def test_s32_a_rank_that_ends_early_or_goes_on_after_an_error_is_named() -> None
 
 def stopped(rank: int, where: str) -> tuple[str, float]:
     """Rank 0 is stopped, and so is the store, if its process keeps that: what rank 1 ends with, and after how long."""
-    failure_guard.STORE_TIMEOUT = roll_call.ROLL_CALL_TIMEOUT = rank_comparison._VERDICT_GRACE = 2.0  # type: ignore[misc]
+    failure_guard.STORE_TIMEOUT = failure_report.ROLL_CALL_TIMEOUT = rank_comparison._VERDICT_GRACE = 2.0  # type: ignore[misc]
     every: list[Any] = [None, None]
     dist.all_gather_object(every, os.getpid())
     since = [time.monotonic()]

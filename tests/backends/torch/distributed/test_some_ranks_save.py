@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import polyamp
 from polyamp.errors import CheckpointError, ReplicaError, StateError
-from polyamp.rules import random_streams, single_file_save
+from polyamp.rules import resume_rng_seeds, single_file_save
 from polyamp.train import checkpoint
 from polyamp_torch.distributed import failure_guard
 from tests import ranks
@@ -57,7 +57,7 @@ def test_s33_one_rank_alone_saves_what_it_holds_whole(tmp_path: Path, caller: in
     for rank, (_, _, stream) in enumerate(found):
         drawn = (
             torch.Generator()
-            .manual_seed(random_streams.stream_seed([arrays["rng/cpu"].tobytes()], rank, 3))
+            .manual_seed(resume_rng_seeds.stream_seed([arrays["rng/cpu"].tobytes()], rank, 3))
             .get_state()
         )
         assert stream.tobytes() == drawn.numpy().tobytes(), "each rank draws anew from the one that was saved"

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from polyamp.rules.float32_ops import OP_FAMILIES
+from polyamp.rules.float32_op_families import OP_FAMILIES
 from polyamp_torch.precision.op_list import TORCH_ONLY_FAMILIES, TORCH_OP_FAMILIES
 from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS

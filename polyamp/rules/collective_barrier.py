@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from polyamp.rules.failure_report import WATCHDOG_INTERVAL, RankFailures
+from polyamp.rules.failure_report import WATCHDOG_INTERVAL, RankFailures, diverged_ranks_message, find_dead_ranks
 from polyamp.rules.rank_group import dead_ranks_message, format_ranks
-from polyamp.rules.roll_call import diverged_ranks_message, find_dead_ranks
 
 _GRACE_PERIOD: Final = 1.0
 """Seconds to wait for further reports from diverged ranks after the first one."""

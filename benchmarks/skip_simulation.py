@@ -4,7 +4,7 @@ On every replica the largest gradient of a step is a random number, log-normal w
 two; a step is skipped if it overflows float16, scaled, on any of them. The scale moves by the numbers of
 `polyamp.LossScaler()`.
 
-    python benchmarks/skips.py
+    python benchmarks/skip_simulation.py
 """
 
 from __future__ import annotations

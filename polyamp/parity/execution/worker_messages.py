@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from polyamp.parity.execution.array_store import BatchTree
 from polyamp.parity.execution.function_ref import FunctionRef
-from polyamp.parity.findings import Environment, Failure
+from polyamp.parity.execution.memory_mapped_arrays import BatchTree
 from polyamp.parity.precisions import Phase
+from polyamp.parity.report_data import Environment, Failure
 from polyamp.parity.trace.trace import Trace
 from polyamp.parity.verdict.alignment import Alignment
 
@@ -25,12 +25,12 @@ class OwnLoopSpec(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
 
     Attributes:
         begin, step: its functions.
-        looked_at: recipe with which its passes are recorded, as JSON.
+        recipe: recipe with which its passes are recorded, as JSON.
     """
 
     begin: FunctionRef
     step: FunctionRef
-    looked_at: str
+    recipe: str
 
 
 class WorkerJob(msgspec.Struct, frozen=True, kw_only=True):

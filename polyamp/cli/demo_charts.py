@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from polyamp.demo.report import COMPARED_STEPS, LOSS_FLOOR, DemoReport, FrameworkRun, PolicyComparison
+from polyamp.demo.comparison_report import COMPARED_STEPS, LOSS_FLOOR, DemoReport, FrameworkRun, PolicyComparison
 
 _STYLES: Final = (("#0072B2", "-", 4.0), ("#E69F00", "-", 2.2), ("#222222", (0, (4, 3)), 1.2), ("#CC79A7", ":", 1.2))
 """Colour, dashes and width of each framework's line. Later ones are thinner, so that coinciding curves stay visible."""
@@ -42,36 +42,37 @@ def draw(report: DemoReport, path: Path) -> None:
 
 
 def _draw_losses(figure: Any, grid: Any, report: DemoReport, policies: Sequence[str]) -> None:
-    first = None
-    for column, policy in enumerate(policies):
-        axes = figure.add_subplot(grid[0, column], sharey=first)
-        first = first or axes
+    for policy, axes in _row_axes(figure, grid, 0, policies, "training loss (nats)", "framework"):
+        axes.set(title=policy)
         for run in _policy_runs(report, policy):
             axes.plot(_steps(run), _plot_values(run.losses), label=run.backend, **_style(report, run.backend))
-        axes.set(title=policy, yscale="log", xlabel="step")
-        if column == 0:
-            axes.set_ylabel("training loss (nats)")
-        else:
-            axes.tick_params(labelleft=False)
-        _tidy(axes)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_LEGEND_ANCHOR, title="framework", alignment="left")
 
 
 def _draw_distances(figure: Any, grid: Any, report: DemoReport, policies: Sequence[str]) -> None:
-    first = None
-    for column, policy in enumerate(policies):
+    label = "relative difference of\nthe loss between frameworks"
+    for policy, axes in _row_axes(figure, grid, 1, policies, label, "pair"):
+        axes.set(ylim=(_MIN_DISTANCE / 2, 1.0))
         comparison = next((item for item in report.comparisons if item.policy == policy), None)
-        axes = figure.add_subplot(grid[1, column], sharey=first)
-        first = first or axes
-        axes.set(yscale="log", xlabel="step", ylim=(_MIN_DISTANCE / 2, 1.0))
-        if column == 0:
-            axes.set_ylabel("relative difference of\nthe loss between frameworks")
-        else:
-            axes.tick_params(labelleft=False)
         if comparison is not None:
             _draw_pairs(axes, _policy_runs(report, policy), comparison)
+
+
+def _row_axes(
+    figure: Any, grid: Any, row: int, policies: Sequence[str], label: str, legend: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield each policy with its axes in a row of the grid. The first axes have the label, the last the legend."""
+    first = None
+    for column, policy in enumerate(policies):
+        axes = figure.add_subplot(grid[row, column], sharey=first)
+        first = first or axes
+        axes.set(yscale="log", xlabel="step")
+        if column == 0:
+            axes.set_ylabel(label)
+        else:
+            axes.tick_params(labelleft=False)
+        yield policy, axes
         _tidy(axes)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_LEGEND_ANCHOR, title="pair", alignment="left")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_LEGEND_ANCHOR, title=legend, alignment="left")
 
 
 def _draw_pairs(axes: Any, runs: Sequence[FrameworkRun], comparison: PolicyComparison) -> None:

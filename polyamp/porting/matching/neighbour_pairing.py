@@ -24,24 +24,24 @@ class NeighbourIndex:
     """Index of matched layers by the module and name that they share with their neighbours.
 
     Args:
-        known: layers that have a partner.
-        theirs: layers of the target that have no partner yet.
-        every: all layers of the source, and of the target. If a module numbers norms and convolutions separately,
+        pairs: layers that have a partner.
+        targets: layers of the target that have no partner yet.
+        all_layers: all layers of the source, and of the target. If a module numbers norms and convolutions separately,
             and their numbers differ, BatchNorm_1 is not the neighbour of Conv_1.
     """
 
     def __init__(
         self,
-        known: Sequence[LayerPair],
-        theirs: Sequence[NativeLayer],
-        every: tuple[Sequence[NativeLayer], Sequence[NativeLayer]],
+        pairs: Sequence[LayerPair],
+        targets: Sequence[NativeLayer],
+        all_layers: tuple[Sequence[NativeLayer], Sequence[NativeLayer]],
     ) -> None:
-        self._apart = [_independently_numbered_keys(side) for side in every]
+        self._apart = [_independently_numbered_keys(side) for side in all_layers]
         self._known: dict[NeighbourKey, list[LayerPair]] = defaultdict(list)
-        for couple in known:
+        for couple in pairs:
             self._known[_neighbour_key(couple[0].path)].append(couple)
         self._places: dict[NeighbourKey, list[NativeLayer]] = defaultdict(list)
-        for layer in theirs:
+        for layer in targets:
             self._places[_neighbour_key(layer.path)].append(layer)
 
     def find_partner(self, layer: NativeLayer) -> NativeLayer | None:
@@ -54,28 +54,28 @@ class NeighbourIndex:
 
 
 def pair_by_neighbours(
-    ours: Sequence[NativeLayer],
-    theirs: Sequence[NativeLayer],
-    known: Sequence[LayerPair],
-    every: tuple[Sequence[NativeLayer], Sequence[NativeLayer]],
+    sources: Sequence[NativeLayer],
+    targets: Sequence[NativeLayer],
+    pairs: Sequence[LayerPair],
+    all_layers: tuple[Sequence[NativeLayer], Sequence[NativeLayer]],
 ) -> list[LayerPair] | None:
     """Return indistinguishable layers in pairs by their neighbours, with a single remaining layer on each side paired
     too. None unless all layers are paired.
 
     Args:
-        ours: layers of the source.
-        theirs: the same number of layers of the target.
-        known: layers that have a partner.
-        every: all layers of each side.
+        sources: layers of the source.
+        targets: the same number of layers of the target.
+        pairs: layers that have a partner.
+        all_layers: all layers of each side.
     """
-    beside = NeighbourIndex(known, theirs, every)
-    found = [(layer, other) for layer in ours if (other := beside.find_partner(layer)) is not None]
+    index = NeighbourIndex(pairs, targets, all_layers)
+    found = [(layer, other) for layer in sources if (other := index.find_partner(layer)) is not None]
     taken = {id(other) for _, other in found}
-    left = [layer for layer in ours if all(layer is not one for one, _ in found)]
-    rest = [other for other in theirs if id(other) not in taken]
+    left = [layer for layer in sources if all(layer is not one for one, _ in found)]
+    rest = [other for other in targets if id(other) not in taken]
     if found and len(left) == len(rest) == 1:
         found.append((left[0], rest[0]))
-    return found if len(found) == len(ours) == len({id(other) for _, other in found}) else None
+    return found if len(found) == len(sources) == len({id(other) for _, other in found}) else None
 
 
 def _independently_numbered_keys(layers: Sequence[NativeLayer]) -> set[NeighbourKey]:

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Final
 
-from polyamp.parity.findings import Comparison, ComparisonRow, Curve, Findings
-from polyamp.parity.report import formatting, html_sections
+from polyamp.parity.report import formatting, html_page
+from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Findings
 
 _SIDE_STYLES: Final = (
     ("#0b5cad", "-", 4.0),
@@ -126,14 +126,14 @@ def _nonfinite_text(curve: Curve) -> str:
 
 def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool) -> None:
     """Draw the error of each module in program order for each pass, and what rounding allows."""
-    modules = {module: number for number, module in enumerate(html_sections.program_order(pair.rows), 1) if module}
+    modules = {module: number for number, module in enumerate(html_page.program_order(pair.rows), 1) if module}
     rows = [row for row in pair.rows if row.phase == phase and row.module]
     values = [value for row in rows for value in (row.distance, row.allowed) if value]
     axes.set_yscale("log")
     if values:
         axes.set_ylim(min(values) / 3, max(values) * 3)
     for stage, marker, colour in _STAGE_STYLES:
-        found = html_sections.worst_row_by_module(rows, stage)
+        found = html_page.worst_row_by_module(rows, stage)
         for counts in (False, True):
             own = [(modules[module], row) for module, row in found.items() if row.counts == counts]
             if own:

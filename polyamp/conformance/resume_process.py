@@ -1,6 +1,6 @@
 """Second half of S22's test, in a separate process: restore checkpoints, continue, write the resulting arrays.
 
-python -m polyamp.conformance.resume BACKEND FOLDER
+python -m polyamp.conformance.resume_process BACKEND FOLDER
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyamp import Policy, PolicyError
-from polyamp.recipe.module_aliases import expand_aliases, parse_aliases
+from polyamp.recipe.path_aliases import expand_aliases, parse_aliases
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from polyamp.errors import PortError
-from polyamp.parity.execution.array_store import ArrayLocation, ArrayStore, memory_map
+from polyamp.parity.execution.memory_mapped_arrays import ArrayLocation, ArrayStore, memory_map
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy

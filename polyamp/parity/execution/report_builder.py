@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from polyamp._version import __version__
-from polyamp.parity.execution.side_record import SideRecord
-from polyamp.parity.findings import Comparison
 from polyamp.parity.precisions import FLOAT64, Phase, recipe_data
-from polyamp.parity.report.curves import curve_from_trace
-from polyamp.parity.report.report import Report
+from polyamp.parity.report.report import Curve, Report
+from polyamp.parity.report_data import Comparison, Environment, Failure
 from polyamp.parity.trace import trace as traces
 from polyamp.parity.trace.trace import Entry, Trace
+from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.recipe.recipe import Recipe
+
+
+@dataclasses.dataclass(kw_only=True)
+class SideRecord:
+    """Record of one side of a comparison.
+
+    Attributes:
+        label: name in reports.
+        folder: folder of its trace files.
+        environment: environment in which it runs.
+        recipe: its recipe; None if nothing is trained.
+        optimizer: description of a framework's own optimizer, which cannot be serialised; "" for one of polyamp's.
+        alignment: its alignment with the first side.
+        phase, step: its current phase and step.
+        traces: phase -> its trace without entries, once it has ended.
+        notes: what it left out, and why.
+        failure: why it did not finish.
+    """
+
+    label: str
+    folder: Path
+    environment: Environment | None = None
+    recipe: Recipe | None = None
+    optimizer: str = ""
+    alignment: Alignment | None = None
+    phase: str = ""
+    step: int = 0
+    traces: dict[str, Trace] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    failure: Failure | None = None
+
+    def trace_file(self, phase: str) -> Path:
+        """Return the path of the trace file of a phase, which need not exist."""
+        return self.folder / f"{phase}.trace"
+
+    def end_phase(self, trace: Trace | None, note: str) -> None:
+        """Record the end of a phase, as `Participant.record` returns it."""
+        self.notes += [note] if note else []
+        if trace is not None:
+            self.traces[trace.phase] = trace
+
 
 _ALL_STEPS: Final = math.inf
 """Number of the unfinished step of a side that finished all steps."""
@@ -128,3 +171,34 @@ def _filter_entries(entries: Callable[[], Iterable[Entry]], condition: Callable[
 
 def _empty_phase_trace(side: SideRecord, phase: Phase) -> PhaseTrace:
     return PhaseTrace(Trace(side=side.label, phase=phase.name), tuple)
+
+
+def curve_from_trace(side: str, phase: str, entries: Iterable[Entry]) -> Curve:
+    """Return the metrics of every step.
+
+    Args:
+        side: label.
+        phase: the phase's name.
+        entries: of the run.
+    """
+    found: dict[str, list[float | None]] = {"loss": [], "grad_norm": [], "scale": []}
+    skipped = []
+    pass_losses: list[float | None] = []
+    for entry in entries:
+        if entry.number is None:
+            continue
+        number = entry.number if math.isfinite(entry.number) else None
+        if entry.stage == "step" and entry.what in found:
+            found[entry.what].append(number)
+        elif entry.stage == "step" and entry.what == "finite" and not entry.number:
+            skipped.append(entry.step)
+        elif entry.stage == "forward" and entry.what == "loss":
+            pass_losses.append(number)
+    return Curve(
+        side=side,
+        phase=phase,
+        loss=found["loss"] or pass_losses,
+        grad_norm=found["grad_norm"],
+        scale=found["scale"],
+        skipped=skipped,
+    )

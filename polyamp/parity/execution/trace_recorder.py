@@ -1,38 +1,79 @@
-"""`TraceRecorder`: trains and records the steps of one phase of one side."""
+"""`TraceRecorder`, which trains and records one phase of one side, and `SharedRandomNumbers` for its dropout."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp.parity.execution import shared_randomness
-from polyamp.parity.own_loop import Trainer
 from polyamp.parity.trace.observer import Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
-from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.trainers import Trainer
+from polyamp.parity.verdict.alignment import Alignment, nearest_module
 from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
-from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.states import training_state as states
 from polyamp.porting.states.training_side import Training
 from polyamp.porting.states.training_side import make_training_side as state_side
-from polyamp.porting.states.training_state import ArrayMapping
+from polyamp.porting.states.training_state import ArrayMapping, canonical_parameters, canonical_slot
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from polyamp.parity.trace.observer import UniformSource
     from polyamp.results import LossFunction
 
     Array = np.ndarray[Any, Any]
 
+
 EntrySink = Callable[[Entry], None]
 BatchSource = Callable[[int], Any]
 """Number of a step, from 0 -> its batch of NumPy arrays."""
+
+
+class SharedRandomNumbers:
+    """Uniform numbers of [0, 1) that depend only on the sequence of calls and their shapes.
+
+    They are the same in every pass, because a compiled program draws only when it is traced, and an eager one in each
+    pass.
+
+    Example:
+        >>> numbers = SharedRandomNumbers()
+        >>> one = numbers.next((2, 3))
+        >>> numbers.restart()
+        >>> bool((numbers.next((2, 3)) == one).all())
+        True
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def restart(self) -> None:
+        """Start again from the first number, for a new pass."""
+        self._count = 0
+
+    def next(self, shape: tuple[int, ...]) -> Array:
+        """Return the next numbers, float32."""
+        import numpy as np
+
+        self._count += 1
+        return np.random.default_rng([self._count, *shape]).random(shape, np.float32)
+
+    def uniform_source(self, inventory: Inventory) -> UniformSource:
+        """Return `next` as a source for a side with the channel order of its inventory."""
+        rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
+
+        def draws(shape: tuple[int, ...]) -> Array:
+            import numpy as np
+
+            if not rank or len(shape) != rank:
+                return self.next(tuple(shape))
+            return np.ascontiguousarray(np.moveaxis(self.next((shape[0], *shape[2:], shape[1])), -1, 1))
+
+        return draws
 
 
 class ParticipantAlignment(NamedTuple):
@@ -75,7 +116,8 @@ class TraceRecorder:
         batches: BatchSource,
         write: EntrySink,
     ) -> None:
-        self._observer, self._loss_fn, self._mappings = observer, loss_fn, alignment.mappings
+        self._inventory, self._observer, self._loss_fn = inventory, observer, loss_fn
+        self._mappings = alignment.mappings
         self._batches, self._write = batches, write
         is_first = alignment.weights is None
         own = None if is_first else alignment.alignments[0]
@@ -96,9 +138,7 @@ class TraceRecorder:
         self.hidden_reason = ""
         self.overhead_seconds = 0.0
 
-    def steps(
-        self, trainer: Trainer, steps: int, numbers: shared_randomness.SharedRandomNumbers | None, *, micro: bool
-    ) -> None:
+    def steps(self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, *, micro: bool) -> None:
         """Run every step and record its pass, its metrics and its update.
 
         Args:
@@ -163,21 +203,22 @@ class TraceRecorder:
 
     def _record_gradients(self, gradients: Mapping[str, Array | None], step: int) -> None:
         for mapping in reversed(self._mappings):
-            self._record_arrays(step, "backward", mapping, "gradient", canonical_gradients(mapping, gradients))
+            self._record_arrays(
+                step, "backward", mapping, "gradient", canonical_gradients(mapping.layer, mapping.form, gradients)
+            )
 
     def _record_update(self, training: Any, step: int) -> None:
         with self._measure_overhead():
-            own = state_side(training, target=False)
+            own = state_side(training, target=False, inventory=self._inventory)
             if step and isinstance(training, Training):
                 if "loss_scale/scale" in own.arrays:
                     self._record_number(step, "step", "scale", float(own.arrays["loss_scale/scale"]))
                 if training.step is None and own.step is not None:  # else it still has the initial value
                     self._record_number(step, "step", "applied", float(own.step))
             for mapping in self._mappings:
-                found = states.canonical_state(own, [mapping._replace(order=None)])
-                for slot, arrays in found.slots.items() if step else ():
-                    self._record_arrays(step, "update", mapping, slot, _by_array_name(arrays))
-                trainable, parameters = _trainable_names(mapping), _by_array_name(found.parameters)
+                for slot in own.optimizer.slots if step else ():
+                    self._record_arrays(step, "update", mapping, slot, canonical_slot(own, slot, mapping))
+                trainable, parameters = _trainable_names(mapping), canonical_parameters(own, mapping)
                 for what, is_trained in (("parameter", True), ("statistic", False)):
                     chosen = {name: array for name, array in parameters.items() if (name in trainable) is is_trained}
                     self._record_arrays(step, "update", mapping, what, chosen)
@@ -202,8 +243,7 @@ class TraceRecorder:
         if self._modules is None:
             return list(operations)
         return [
-            row._replace(module=self._modules.get(row.module, _nearest_partner(row.module, self._modules)))
-            for row in operations
+            row._replace(module=self._modules.get(nearest_module(row.module, self._modules), "")) for row in operations
         ]
 
     @contextmanager
@@ -214,28 +254,6 @@ class TraceRecorder:
             yield
         finally:
             self.overhead_seconds += time.perf_counter() - began
-
-
-def canonical_gradients(mapping: ArrayMapping, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
-    """Return the gradients of a layer's arrays in canonical layout, under the names of its canonical arrays.
-
-    Arrays that are not trained, are tied to another array, or have no gradient are left out.
-    """
-    found: dict[str, Lazy] = {}
-    for rule in mapping.form.rules:
-        native: dict[str, Lazy] = {}
-        for name in rule.native:
-            leaf = mapping.layer.leaves[name]
-            gradient = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
-            if gradient is not None:
-                native[name] = Lazy.of(gradient)
-        if len(native) < len(rule.native):
-            continue
-        made = dataclasses.replace(mapping.form, rules=(rule,)).arrays(native, gradients=True)
-        if any(getattr(operation, "absent", ()) for operation in rule.operations):
-            made = {rule.canonical[0]: made[rule.canonical[0]]}  # an array that the framework lacks has no gradient
-        found.update(made)
-    return found
 
 
 def _apply_flatten_order(mapping: ArrayMapping, arrays: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
@@ -253,17 +271,6 @@ def _trainable_names(mapping: ArrayMapping) -> set[str]:
         if all(mapping.layer.leaves[native].trainable for native in rule.native)
         for name in rule.canonical
     }
-
-
-def _by_array_name(arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    return {key.rpartition("/")[2]: array for key, array in arrays.items()}
-
-
-def _nearest_partner(path: str, modules: Mapping[str, str]) -> str:
-    """Return the first side's name of the innermost matched module around one without a partner."""
-    while path and path not in modules:
-        path = path.rpartition("/")[0]
-    return modules.get(path, "")
 
 
 def _channels_last(array: Array, rank: int) -> Array:

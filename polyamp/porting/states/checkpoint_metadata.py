@@ -46,7 +46,7 @@ def state_metadata_json(state: Any, arrays: Mapping[str, Array], converter: Conv
         leaves, lost = map_leaf_arrays(inventory, arrays)
         if lost:
             raise PortError(unnamed_leaves_reason(lost))
-        found: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "framework": inventory.framework,
             "ordered": inventory.ordered,
             "left": dict(inventory.left),
@@ -55,30 +55,30 @@ def state_metadata_json(state: Any, arrays: Mapping[str, Array], converter: Conv
             "optimizer": states.layout(state, arrays).plain(),
         }
     except Exception as error:  # noqa: BLE001  # a third party's layer may raise anything
-        found = {"error": f"{type(error).__name__}: {error}"}
-    return json.dumps({"version": METADATA_VERSION, **found})
+        metadata = {"error": f"{type(error).__name__}: {error}"}
+    return json.dumps({"version": METADATA_VERSION, **metadata})
 
 
 def read_state_metadata(
-    said: Mapping[str, Any], arrays: Mapping[str, Array]
+    metadata: Mapping[str, Any], arrays: Mapping[str, Array]
 ) -> tuple[Inventory, Mapping[str, str], OptimizerLayout]:
     """Return the layers of a checkpoint, the array of each leaf, and the layout of its optimizer.
 
     Args:
-        said: parsed result of `state_metadata_json`.
+        metadata: parsed result of `state_metadata_json`.
         arrays: the checkpoint's arrays.
 
     Raises:
         ValueError: the metadata is from a later version, or has an unknown operation.
     """
-    if said.get("version") != METADATA_VERSION:
+    if metadata.get("version") != METADATA_VERSION:
         raise ValueError(
-            f"its description has version {said.get('version')!r}, and this polyamp reads {METADATA_VERSION}"
+            f"its description has version {metadata.get('version')!r}, and this polyamp reads {METADATA_VERSION}"
         )
-    leaves = dict(said["leaves"])
-    layers = [_layer_from_json(layer, leaves, arrays) for layer in said["layers"]]
-    found = Inventory(layers, said["framework"], said["ordered"], dict(said["left"]))
-    return found, leaves, OptimizerLayout.of(said["optimizer"])
+    leaves = dict(metadata["leaves"])
+    layers = [_layer_from_json(layer, leaves, arrays) for layer in metadata["layers"]]
+    found = Inventory(layers, metadata["framework"], metadata["ordered"], dict(metadata["left"]))
+    return found, leaves, OptimizerLayout.of(metadata["optimizer"])
 
 
 def _layer_to_json(layer: NativeLayer) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def _rule_to_json(rule: Rule) -> list[Any]:
     return [rule.native, rule.canonical, [_operation_to_json(each) for each in rule.operations]]
 
 
-def _layer_from_json(said: Mapping[str, Any], leaves: Mapping[str, str], arrays: Mapping[str, Array]) -> NativeLayer:
+def _layer_from_json(data: Mapping[str, Any], leaves: Mapping[str, str], arrays: Mapping[str, Array]) -> NativeLayer:
     held = {
         name: InventoryLeaf(own, Lazy.of(arrays[leaves[own]]), trainable, tied)
-        for name, (own, trainable, tied) in said["leaves"].items()
+        for name, (own, trainable, tied) in data["leaves"].items()
         if own in leaves
     }
     forms = [
@@ -115,9 +115,9 @@ def _layer_from_json(said: Mapping[str, Any], leaves: Mapping[str, str], arrays:
             ),
             form["attributes"],
         )
-        for form in said["forms"]
+        for form in data["forms"]
     ]
-    return NativeLayer(said["path"], held, tuple(forms), said["module"])
+    return NativeLayer(data["path"], held, tuple(forms), data["module"])
 
 
 def _operation_to_json(operation: Operation) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def _field_to_json(value: Any) -> Any:
     return [_field_to_json(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _operation_from_json(said: Mapping[str, Any]) -> Operation:
+def _operation_from_json(data: Mapping[str, Any]) -> Operation:
     """Return the operation; raises ValueError if this version does not have it."""
-    name = said["operation"]
+    name = data["operation"]
     kind = getattr(operations, name, None) if isinstance(name, str) and name[:1].isupper() else None
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind) or not hasattr(kind, "backward"):
         raise ValueError(f"it uses an operation {name!r}, which this version of polyamp does not have")
-    fields = {key: _field_from_json(item) for key, item in said.items() if key != "operation"}
+    fields = {key: _field_from_json(item) for key, item in data.items() if key != "operation"}
     return cast("Operation", kind(**fields))
 
 

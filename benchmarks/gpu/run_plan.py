@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from benchmarks.common import results, workloads
 from benchmarks.common.results import Entry, Results, Side
 from benchmarks.common.workloads import Workload
-from benchmarks.gpu.rows import BLOCKS, GPT, MIB, PRECISIONS, RESNET, TITLES, Comparison, Engine, Settings
+from benchmarks.gpu.measurements import BLOCKS, GPT, MIB, PRECISIONS, RESNET, TITLES, Comparison, Engine, Settings
 
 FULL: Final = (BLOCKS, workloads.MLP, GPT, RESNET)
 REHEARSAL: Final = (

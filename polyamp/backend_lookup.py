@@ -8,12 +8,13 @@ on demand. `polyamp.contract.registry` has the same functions with the types of 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from polyamp import framework_detection
 from polyamp.errors import BackendError, BackendNotInstalledError, ModelError, did_you_mean
-from polyamp.lookup import framework_detection, versions
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -23,6 +24,7 @@ _BACKEND_ALIASES: Final = {"tf": "tensorflow", "pytorch": "torch", "pt": "torch"
 """Other name of a framework -> backend name."""
 _NEUTRAL_ROOTS: Final = ("polyamp", "numpy")
 """Roots whose models and arrays every explicitly named backend may accept."""
+_REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)[^;]*?>=\s*([\d.]+)[^;]*(?:;.*extra\s*==\s*['\"]([^'\"]+)['\"])?")
 
 
 @functools.cache
@@ -66,7 +68,7 @@ def get(name: str) -> Any:
             + did_you_mean(_BACKEND_ALIASES.get(str(name).lower(), str(name)), known)
         )
     entry = known[name]
-    too_old = versions.outdated_requirement(entry)
+    too_old = outdated_requirement(entry)
     if too_old is not None:
         raise BackendError(f"backend {name!r} {too_old} Run: {install_command(entry)}")
     try:
@@ -196,6 +198,39 @@ def install_command(entry: EntryPoint) -> str:
     return f'pip install "polyamp[{extra}]"'
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def outdated_requirement(entry: EntryPoint) -> str | None:
+    """Return the requirement and the installed version as a phrase without a subject; None if nothing is outdated.
+
+    It checks the extra with the backend's name or, for a distribution that is only a backend, all requirements. Missing
+    distributions are not outdated.
+    """
+    dist = entry.dist
+    extra = entry.module.partition(".")[0].removeprefix("polyamp_")
+    for requirement in (dist.requires if dist is not None else None) or ():
+        asked = _REQUIREMENT.match(requirement)
+        if asked is None or asked[3] != (extra if dist is not None and dist.name == "polyamp" else None):
+            continue
+        found = installed_version(asked[1])
+        if found is not None and () < _version_numbers(found) < _version_numbers(
+            asked[2]
+        ):  # () stands for a build without a version
+            return (
+                f"needs {asked[1]} {asked[2]} or newer. Received: {asked[1]} {found}, and "
+                f"{'.'.join(map(str, _version_numbers(found)[:2]))} is below {asked[2]}."
+            )
+    return None
+
+
 def _leaves(objects: Any) -> Iterator[Any]:
     for item in objects:
         if isinstance(item, Mapping):
@@ -233,3 +268,12 @@ def _import_failure(entry: EntryPoint, error: BaseException) -> BackendError:
         f"backend {entry.name!r} (entry point {entry.value!r} of {_distribution(entry)}) fails to import: "
         f"{type(error).__name__}: {error}. Reinstall it: {install_command(entry)}"
     )
+
+
+def _version_numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 7, 1) of "2.7.1+cpu", (2, 8, 0) of "2.8.0a0"."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

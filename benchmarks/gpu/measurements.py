@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 import polyamp
-from benchmarks.common import paired, workloads
+from benchmarks.common import paired_timing, workloads
 from benchmarks.common.results import Entry, Side
 from benchmarks.common.workloads import Workload
 from benchmarks.gpu import devices
@@ -170,7 +170,7 @@ class Comparison:
                 continue
             curves[name] = training.losses(workloads.CHECKED_STEPS)
             self._reference = self._reference or curves[name]
-            far = paired.distance(self._reference, curves[name])
+            far = paired_timing.distance(self._reference, curves[name])
             if not far <= TOLERANCE[precision]:
                 wrong.append(
                     f"not timed: the losses of {name}, {_short(curves[name])}, are {far:.1e} from those of float32 by "
@@ -183,7 +183,7 @@ class Comparison:
         if wrong:
             self._add(name, [], [], note="; ".join(wrong))
             return
-        self._compare(name, precision, sides, paired.distance(curves["by hand"], curves["polyamp"]))
+        self._compare(name, precision, sides, paired_timing.distance(curves["by hand"], curves["polyamp"]))
 
     def _compare(self, name: str, precision: str, sides: dict[str, Measured], distance: float) -> None:
         own, base = sides["polyamp"], sides["by hand"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyamp.contract.dispatch import backend_of
+from polyamp.contract.registry import backend_of
 
 
 def parameters(model: Any) -> dict[str, Any]:

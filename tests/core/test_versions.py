@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import polyamp
+from polyamp import backend_lookup as lookup
 from polyamp.contract import registry
 from polyamp.errors import BackendError, ModelError
-from polyamp.lookup import backends as lookup
-from polyamp.lookup import versions
 
 REAL = importlib.metadata.version
 ASKED = {"torch": ("torch", "2.7"), "tensorflow": ("keras", "3.9"), "jax": ("optax", "0.2.5")}
@@ -71,11 +70,11 @@ def entry(*requires: str, name: str = "polyamp", value: str = "polyamp_torch:BAC
 def test_versions_are_compared_by_their_numbers(
     requires: str, installed: str, old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda name: installed if name == "torch" else None)
-    said = versions.outdated_requirement(entry(requires))
+    monkeypatch.setattr(lookup, "installed_version", lambda name: installed if name == "torch" else None)
+    said = lookup.outdated_requirement(entry(requires))
     assert (said is not None) == old
     third_party = entry("torch>=2.7", name="mine", value="mine:BACKEND")
-    assert (versions.outdated_requirement(third_party) is None) == (installed not in ("2.1.2", "2.6.9", "2.1", "0.1"))
+    assert (lookup.outdated_requirement(third_party) is None) == (installed not in ("2.1.2", "2.6.9", "2.1", "0.1"))
 
 
 def test_s20_a_model_that_shows_its_framework_is_not_given_to_another() -> None:

@@ -1,0 +1,51 @@
+"""`explain`: the casting report of a function or a model under a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyamp import backend_lookup as lookup
+from polyamp.contract import registry
+from polyamp.contract.backend import HasOperationRules
+from polyamp.contract.casting_report import CastingReport
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.policy import Policy
+
+
+def explain(
+    target: Any, policy: Policy | str, *inputs: Any, strict: bool = False, backend: str | None = None
+) -> CastingReport:
+    """Report the dtype of each operation of `target(*inputs)` under a policy, and the rule that decided it.
+
+    Args:
+        target: a function or a model, as for `policy.autocast`.
+        policy: the policy, or its spelling.
+        *inputs: the arguments; arrays of the framework, or its descriptions of array shapes.
+        strict: raise for an operation that no op list names.
+        backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
+            does not decide), or of the framework that the function names.
+
+    Raises:
+        UnsupportedError: the backend has no casting reports; or with `strict`, an operation has no rule.
+        TraceError: the target cannot be traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, polyamp
+        >>> layer = lambda w, x: jnp.exp(x @ w)
+        >>> print(polyamp.explain(layer, polyamp.Policy("mixed_float16"), jnp.ones((2, 3)), jnp.ones((4, 2))))
+        Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]
+        <BLANKLINE>
+        module  operation    dtype    rule     count
+        ------  -----------  -------  -------  -----
+        .       dot_general  float16  compute      1
+        .       exp          float32  float32      1
+        <BLANKLINE>
+        casts: 1 float16 -> float32, 2 float32 -> float16
+        opaque: none
+    """
+    chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
+    if not isinstance(chosen, HasOperationRules):
+        raise UnsupportedError(
+            f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
+        )
+    return chosen.explain(target, Policy.of(policy), *inputs, strict=strict)
