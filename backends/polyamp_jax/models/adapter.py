@@ -1,6 +1,6 @@
 """Base class of the adapters, which call a model and rebuild it from its parts.
 
-Each library's adapter is in its file in `libraries`.
+Each library's adapter is in its file in `adapters`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Registration table of the JAX libraries whose models are accepted, and the lookup of a model's library.
 
-The code of a library is in the file of its name in the folder `libraries` of each room: `models` (its adapter),
-`porting` and `observe`. Such a file imports the library. It is loaded only if the user's program has imported the
-library, so that polyamp itself imports none.
+The code of a library is in the file of its name in `models/adapters`, `porting/libraries` and `observe/libraries`. Such
+a file imports the library. It is loaded only if the user's program has imported the library, so that polyamp itself
+imports none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Library(NamedTuple):
     """A JAX library whose models are accepted.
 
     Attributes:
-        name: name of its file in each room's folder `libraries`.
+        name: name of its file in each folder.
         module: the module that defines its model classes.
         classes: names of the classes of a model, or of the first item of a model's tuple.
         maps_examples: whether `axis_name=` maps its models over the batch.
@@ -35,9 +35,9 @@ class Library(NamedTuple):
     classes: tuple[str, ...]
     maps_examples: bool = False
 
-    def room(self, room: str) -> Any:
-        """Return the library's file in a room, such as "porting"."""
-        return importlib.import_module(f"polyamp_jax.{room}.libraries.{self.name}")
+    def file_in(self, folder: str) -> Any:
+        """Return the library's file in a folder, such as "models.adapters"."""
+        return importlib.import_module(f"polyamp_jax.{folder}.{self.name}")
 
     def has_class_of(self, value: Any) -> bool:
         """Return whether a value is an instance of a model class. False if the program has not imported the library."""
@@ -95,5 +95,5 @@ def adapt(model: Any, *, axis_name: str | None = None) -> ModelParts:
     if library is None:
         raise ModelError(f"model must be {ACCEPTED_MODELS}. Received: {describe_kind(model)}.")
     options = {} if axis_name is None else {"axis_name": axis_name}
-    parts: ModelParts = library.room("models").split_model(model, **options)
+    parts: ModelParts = library.file_in("models.adapters").split_model(model, **options)
     return parts

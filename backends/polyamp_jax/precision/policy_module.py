@@ -18,9 +18,9 @@ from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models import attribute_access
 from polyamp_jax.models.adapter import module_paths
-from polyamp_jax.models.binding import binding_of, is_bound
 from polyamp_jax.models.library import adapt
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
+from polyamp_jax.models.module_proxy import binding_of, is_proxy
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.jax_only.policy_engine import NativePolicyEngine, PolicyEngine
@@ -155,7 +155,7 @@ jax.tree_util.register_pytree_with_keys(PolicyModule, _flatten_module, _unflatte
 
 
 def make_policy_module(engine: PolicyEngine) -> Any:
-    """Return the model for `loss_fn`: a bound nnx or equinox module, or a `PolicyModule` for other libraries."""
+    """Return the model for `loss_fn`: a proxy of an nnx or equinox module, or a `PolicyModule` for other libraries."""
     found = engine.adapter.bind(engine)
     return PolicyModule(engine) if found is None else found
 
@@ -168,7 +168,7 @@ def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = No
 
 def is_policy_module(value: Any) -> bool:
     """Return whether a value is a model, or a part of one, under a policy."""
-    return isinstance(value, PolicyModule) or is_bound(value)
+    return isinstance(value, PolicyModule) or is_proxy(value)
 
 
 def master_weights(model: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def is_layer(model: Any) -> bool:
 
 
 def own_class(layer: Any) -> type[Any]:
-    """Return the class of a model or layer as its author wrote it, also if it saves settings (see `saved_settings`)."""
+    """Return the class of a model or layer as its author wrote it, also if it saves settings."""
     cls: type[Any] = getattr(type(layer), OWN_CLASS, type(layer))
     return cls
 

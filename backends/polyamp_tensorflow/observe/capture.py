@@ -20,8 +20,8 @@ from polyamp_tensorflow.compat import LOSS_ATTRIBUTES
 from polyamp_tensorflow.models.layers import is_layer, list_layers
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
 from polyamp_tensorflow.observe.tensorflow_only.float64_model import explain_float64_errors
+from polyamp_tensorflow.observe.tensorflow_only.global_random_state import GlobalRandomState
 from polyamp_tensorflow.observe.tensorflow_only.output_probes import OutputProbes, host_array
-from polyamp_tensorflow.observe.tensorflow_only.random_streams import GlobalRandomState
 from polyamp_tensorflow.observe.tensorflow_only.replica_outputs import ReplicaOutputs, rows_per_replica
 from polyamp_tensorflow.porting.fill import assign
 from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model

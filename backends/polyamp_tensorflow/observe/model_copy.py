@@ -19,7 +19,7 @@ from polyamp_tensorflow.compat import LOSS_ATTRIBUTES
 from polyamp_tensorflow.models.layers import is_built, is_layer, list_layers
 from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.observe.tensorflow_only.float64_model import float64_variables
-from polyamp_tensorflow.observe.tensorflow_only.random_streams import GlobalRandomState
+from polyamp_tensorflow.observe.tensorflow_only.global_random_state import GlobalRandomState
 from polyamp_tensorflow.porting.evaluate import refuse_with_torch
 from polyamp_tensorflow.porting.fill import assign, defer_interrupts
 from polyamp_tensorflow.porting.inventory import read_keras_model

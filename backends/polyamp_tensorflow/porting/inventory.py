@@ -18,7 +18,7 @@ from polyamp_tensorflow.arrays import is_floating, native_variable
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
 from polyamp_tensorflow.models.layers import LayerEntry, is_built, is_layer, list_layers
 from polyamp_tensorflow.models.variables import model_variables
-from polyamp_tensorflow.porting.layers import weight_layers
+from polyamp_tensorflow.porting.layers import layer_table
 from polyamp_tensorflow.porting.layers.layer_record import (
     LayerRecord,
     all_variables,
@@ -85,7 +85,7 @@ class KerasInventory:
         registered = registered_form(module.layer)
         if registered is not None:
             return [_registered_reading(module, registered)], True
-        return weight_layers.read_layer(module.layer) or [], False
+        return layer_table.read_layer(module.layer) or [], False
 
     def _layer(self, path: str, part: LayerRecord, module: str, lines: Mapping[str, Any]) -> NativeLayer:
         names = [name for rule in part.form.rules for name in rule.native]

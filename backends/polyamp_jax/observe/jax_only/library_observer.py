@@ -38,14 +38,14 @@ class LibraryObserver:
 def observer_of(model: Any) -> LibraryObserver:
     """Return the observer of a model's library."""
     library: Any = library_of(model)
-    found: LibraryObserver = library.room("observe").OBSERVER
+    found: LibraryObserver = library.file_in("observe.libraries").OBSERVER
     return found
 
 
 def loaded_observers() -> list[LibraryObserver]:
     """Return the observers of the libraries that the program has imported."""
     loaded = [library for library in LIBRARIES if compat.loaded_module(library.module) is not None]
-    return [library.room("observe").OBSERVER for library in loaded]
+    return [library.file_in("observe.libraries").OBSERVER for library in loaded]
 
 
 def float64_leaf(leaf: Any) -> Any:

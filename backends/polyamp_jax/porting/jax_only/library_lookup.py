@@ -22,4 +22,4 @@ def find_library(model: Any) -> PortingLibrary:
     library = library_of(model)
     if library is None:
         raise ModelError(f"model must be {ACCEPTED_MODELS}. Received: {describe_value(model)}.")
-    return cast("PortingLibrary", library.room("porting"))
+    return cast("PortingLibrary", library.file_in("porting.libraries"))

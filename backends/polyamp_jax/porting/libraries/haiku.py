@@ -1,7 +1,7 @@
 """`PortingLibrary` for haiku models: `(hk.Transformed, params)` and `(hk.TransformedWithState, (params, state))`.
 
 Their arrays are mappings of names. With a batch, `haiku_modules` finds the modules of these names. Without a batch, a
-layer's possible forms are inferred from names and shapes (`haiku_names`).
+layer's possible forms are inferred from names and shapes (`haiku_layer_inference`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
-from polyamp_jax.models.libraries.haiku import split_model
+from polyamp_jax.models.adapters.haiku import split_model
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight
 from polyamp_jax.porting.libraries import haiku_layers as forms
 from polyamp_jax.porting.libraries import haiku_modules
 from polyamp_jax.porting.libraries.flax_layers import RefusedError
+from polyamp_jax.porting.libraries.haiku_layer_inference import composite_forms, forms_by_name, parameter_forms
 from polyamp_jax.porting.libraries.haiku_layers import HaikuCall, Shapes
-from polyamp_jax.porting.libraries.haiku_names import composite_forms, forms_by_name, parameter_forms
 from polyamp_jax.porting.libraries.library import CallInputs
 
 _COUNTER_REASON: Final = (

@@ -11,7 +11,7 @@ import haiku as hk
 import jax
 
 from polyamp.errors import ModelError
-from polyamp_jax.models.libraries.haiku import takes_rng
+from polyamp_jax.models.adapters.haiku import takes_rng
 from polyamp_jax.porting.jax_only.inference_flags import INFERENCE_FLAGS, set_inference_arguments
 from polyamp_jax.porting.libraries.haiku_layers import HaikuCall
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput

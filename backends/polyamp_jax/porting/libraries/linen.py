@@ -1,7 +1,7 @@
 """`PortingLibrary` for flax.linen models, `(module, variables)`.
 
 A linen model's arrays are nested mappings without classes. Layers of visible modules are read from these
-(`linen_modules`). The others are inferred from the names and shapes of their arrays (`linen_names`).
+(`linen_modules`). The others are inferred from the names and shapes of their arrays (`linen_layer_inference`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flax import core, linen
 
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
-from polyamp_jax.models.libraries.linen import split_model
+from polyamp_jax.models.adapters.linen import split_model
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput

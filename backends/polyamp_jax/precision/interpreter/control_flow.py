@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import lookahead
+from polyamp_jax.precision.interpreter import program_analysis
 from polyamp_jax.precision.interpreter.interpreter import Interpreter, StructureRule, program_value
 from polyamp_jax.precision.interpreter.products import neutral_precision
-from polyamp_jax.precision.interpreter.staging import trace_function
-from polyamp_jax.precision.interpreter.values import CASTABLE_DTYPES, FLOAT32, ProgramValue, ValueTraits
+from polyamp_jax.precision.interpreter.program_value import CASTABLE_DTYPES, FLOAT32, ProgramValue, ValueTraits
+from polyamp_jax.precision.interpreter.tracing import trace_function
 
 
 def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) -> list[ProgramValue]:
@@ -55,8 +55,8 @@ def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) 
     carried = [v.aval for v in closed.jaxpr.invars[first:split]]
     how = compat.scan_options(eqn)
     logarithms = run.settings.logarithms
-    output_needs = lookahead.loop_output_needs(closed.jaxpr, run.output_needs, first, len(carried), logarithms)
-    read = [n for n in lookahead.indexed_inputs(closed.jaxpr) if n < first and operands[n].narrow]
+    output_needs = program_analysis.loop_output_needs(closed.jaxpr, run.output_needs, first, len(carried), logarithms)
+    read = [n for n in program_analysis.indexed_inputs(closed.jaxpr) if n < first and operands[n].narrow]
 
     def loop(*arrays: Any, read: Sequence[int] = ()) -> list[Any]:
         given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
@@ -105,7 +105,9 @@ def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue])
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     avals = [v.aval for v in step.jaxpr.invars[params["body_nconsts"] :]]
     body_nconsts, logarithms = params["body_nconsts"], run.settings.logarithms
-    output_needs = lookahead.loop_output_needs(step.jaxpr, run.output_needs, body_nconsts, len(avals), logarithms)
+    output_needs = program_analysis.loop_output_needs(
+        step.jaxpr, run.output_needs, body_nconsts, len(avals), logarithms
+    )
 
     def loop(*arrays: Any) -> list[Any]:
         given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]

@@ -18,11 +18,9 @@ import numpy as np
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import lookahead, products, tags
-from polyamp_jax.precision.interpreter.lookahead import PrecisionNeed
-from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.staging import KEEP_SCOPE
-from polyamp_jax.precision.interpreter.values import (
+from polyamp_jax.precision.interpreter import products, program_analysis, tags
+from polyamp_jax.precision.interpreter.program_analysis import PrecisionNeed
+from polyamp_jax.precision.interpreter.program_value import (
     CASTABLE_DTYPES,
     FLOAT32,
     NO_TRAITS,
@@ -31,6 +29,8 @@ from polyamp_jax.precision.interpreter.values import (
     ValueTraits,
     literal_value,
 )
+from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
 from polyamp_jax.precision.op_list import LOGARITHMS, MOVES, REDUCTIONS, SCATTERS, STRUCTURES, OpRule, rules_for
 
 StructureRule = Callable[["Interpreter", compat.JaxprEqn, list[ProgramValue]], list[ProgramValue]]
@@ -81,7 +81,7 @@ class Interpreter:
         recorder: records every operation, or None.
         scopes: names of the scopes around the program.
         default: precision of products that specify none.
-        output_needs: precision needs of the results of the equation that contains the program. See `lookahead`.
+        output_needs: precision needs of the results of the equation that contains the program. See `program_analysis`.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class Interpreter:
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             known[var] = program_value(array, var.aval, ValueTraits(leaf=True, rank=np.ndim(array)))
         known.update(zip(jaxpr.invars, values, strict=True))
-        output_needs = (*output_needs, *lookahead.no_needs(len(jaxpr.outvars) - len(output_needs)))
-        plan = lookahead.analyze_program(jaxpr, output_needs, self.settings.logarithms)
+        output_needs = (*output_needs, *program_analysis.no_needs(len(jaxpr.outvars) - len(output_needs)))
+        plan = program_analysis.analyze_program(jaxpr, output_needs, self.settings.logarithms)
 
         def read(atom: Any) -> ProgramValue:
             if not isinstance(atom, compat.Literal):
@@ -237,7 +237,7 @@ class Interpreter:
             return FLOAT32, "float32 (reciprocal)"
         if name in ("add", "sub") and _is_bias(operands, either=name == "add"):
             return dtype, "compute (bias)"
-        need = lookahead.float32_reason(name, needs)
+        need = program_analysis.float32_reason(name, needs)
         return (FLOAT32, f"float32 ({need})") if need else (rule, rule)
 
     def _dtype(self, operands: list[ProgramValue], scopes: tuple[str, ...]) -> tuple[Any, str]:
@@ -288,7 +288,7 @@ class Interpreter:
             chosen == "follow"
             and self.settings.base is not None
             and operands[0].narrow
-            and lookahead.is_indexed_read(eqn)
+            and program_analysis.is_indexed_read(eqn)
         ):
             return [_read_indexed(eqn, operands[0], arrays)]
         return compat.bind_equation(eqn, arrays, products.equation_parameters(eqn, chosen, arrays, self.default))

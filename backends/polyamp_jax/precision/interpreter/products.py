@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter.values import CASTABLE_DTYPES, FLOAT32, ProgramValue
+from polyamp_jax.precision.interpreter.program_value import CASTABLE_DTYPES, FLOAT32, ProgramValue
 from polyamp_jax.precision.op_list import PRODUCTS
 
 _DEFAULT_PRECISIONS = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.recipe.policy import Policy
-from polyamp_jax.precision.interpreter.values import CASTABLE_DTYPES
+from polyamp_jax.precision.interpreter.program_value import CASTABLE_DTYPES
 
 
 class Recorder:

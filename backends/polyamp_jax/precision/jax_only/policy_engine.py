@@ -31,7 +31,7 @@ from polyamp_jax.precision.cast_mode import compute_params, module_dtype, module
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
-from polyamp_jax.precision.interpreter.staging import FunctionTrace, innermost_policy_scope
+from polyamp_jax.precision.interpreter.tracing import FunctionTrace, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_regions, region_plan
 
 MAPPED_CALL_ERROR: Final = (
@@ -82,7 +82,7 @@ class PolicyEngine:
         adapter, plan, params, masters: as passed.
         start: the running state before the pass.
         native: outside of a step, the user's own model.
-        root: for an equinox model, the bound module that `loss_fn` receives.
+        root: for an equinox model, the proxy that `loss_fn` receives.
     """
 
     native: Any = None

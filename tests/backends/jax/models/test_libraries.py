@@ -24,9 +24,9 @@ ROWS = [*LIBRARIES, FUNCTIONS]
 @pytest.mark.parametrize("library", ROWS, ids=[library.name for library in ROWS])
 def test_each_library_has_its_file_in_each_room(library: Library) -> None:
     functions = [name for name in vars(PortingLibrary) if not name.startswith("_")]
-    assert [name for name in functions if not callable(getattr(library.room("porting"), name, None))] == []
-    assert isinstance(library.room("observe").OBSERVER, LibraryObserver)
-    assert callable(library.room("models").split_model)
+    assert [name for name in functions if not callable(getattr(library.file_in("porting.libraries"), name, None))] == []
+    assert isinstance(library.file_in("observe.libraries").OBSERVER, LibraryObserver)
+    assert callable(library.file_in("models.adapters").split_model)
 
 
 def models() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_a_model_leads_to_its_library_and_half_of_one_too() -> None:
         library = library_of(model)
         assert library is not None
         assert library.name == name
-        assert isinstance(library.room("models").split_model(model), ModelParts)
+        assert isinstance(library.file_in("models.adapters").split_model(model), ModelParts)
     halves = {"linen": linen.Dense(2), "haiku": hk.transform(lambda x: x)}
     assert {name: getattr(library_of(half), "name", None) for name, half in halves.items()} == {
         name: name for name in halves

@@ -14,8 +14,8 @@ from typing import Any, Final
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp_jax.porting.libraries import flax_cells as cells
 from polyamp_jax.porting.libraries import flax_layers as forms
+from polyamp_jax.porting.libraries.flax_layer_table import LAYER_SPECS
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, Shapes
-from polyamp_jax.porting.libraries.flax_table import LAYER_SPECS
 
 COMPOSITE_MAKERS: Final[Mapping[frozenset[str], FormMaker]] = {
     frozenset(f"{side}{gate}" for side in "ih" for gate in cells.LSTM_GATES): cells.lstm,

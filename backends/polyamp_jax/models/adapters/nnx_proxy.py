@@ -1,11 +1,11 @@
-"""Bound nnx modules: the model that `loss_fn` receives, whose calls run under the policy (S29).
+"""Proxies of nnx modules: the model that `loss_fn` receives, whose calls run under the policy (S29).
 
-A bound module is a real nnx module, so flax's own functions accept it. Its class is a subclass of the user's class.
+A proxy is a real nnx module, so flax's own functions accept it. Its class is a subclass of the user's class.
 
 - `__call__`, methods and properties that the user's class defines go through the engine, by the module's path.
 - `__getattribute__` returns everything else unchanged.
 - In a step, `bind_module` changes the classes of the modules in the pass's own view.
-- Outside of a step, `bind_shared_module` makes a bound module that shares the attributes of the user's model.
+- Outside of a step, `bind_shared_module` makes a proxy that shares the attributes of the user's model.
 - A copy that `nnx.merge` or a transformation makes has no binding. Calling it raises.
 """
 
@@ -23,17 +23,17 @@ from flax import nnx
 
 from polyamp_jax import compat
 from polyamp_jax.models import attribute_access
-from polyamp_jax.models.binding import (
+from polyamp_jax.models.call_hook import native_class
+from polyamp_jax.models.flax_compat import NNX_INTERNAL, nnx_class_options
+from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, has_modules, path_kind
+from polyamp_jax.models.module_proxy import (
     NO_BINDING,
     Binding,
     ModuleEngine,
-    bound_class_attributes,
     dispatch_method,
-    is_bound,
+    is_proxy,
+    proxy_class_attributes,
 )
-from polyamp_jax.models.call_hook import native_class
-from polyamp_jax.models.compat import NNX_INTERNAL, nnx_class_options
-from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, has_modules, path_kind
 
 _CONTAINER_CLASSES: Final = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
 """Flax modules that only contain other modules and compute nothing."""
@@ -52,22 +52,22 @@ def bind_module(model: Any, engine: ModuleEngine) -> Any:
         (module, ModulePath(_path_steps(model, keys))) for keys, module in compat.walk_nnx_modules(model)
     ]:
         kind: Any = type(module)
-        object.__setattr__(module, "__class__", _bound_class(kind))
+        object.__setattr__(module, "__class__", _proxy_class(kind))
         _set_binding(module, found, route)
     return model
 
 
 def bind_shared_module(native: Any, engine: ModuleEngine, route: ModulePath = ROOT_PATH) -> Any:
-    """Return a bound module that shares the attributes of the user's module. A write to one changes both."""
+    """Return a proxy that shares the attributes of the user's module. A write to one changes both."""
     own: Any = type(native)
-    module: Any = object.__new__(_bound_class(own))
+    module: Any = object.__new__(_proxy_class(own))
     object.__setattr__(module, "__dict__", native.__dict__)
     _set_binding(module, lambda: engine, route, native)
     return module
 
 
 def _binding_of(module: Any) -> Binding:
-    """Return the binding of a bound module. A copy has the empty binding."""
+    """Return the binding of a proxy. A copy has the empty binding."""
     binding = _bindings.get(id(module))
     return binding if binding is not None and binding.module_ref() is module else NO_BINDING
 
@@ -75,7 +75,7 @@ def _binding_of(module: Any) -> Binding:
 @contextlib.contextmanager
 def native_classes(model: Any) -> Iterator[None]:
     """Give the modules of a bound model the user's own classes inside the context."""
-    bound = [(module, type(module)) for _, module in list(compat.walk_nnx_modules(model)) if is_bound(module)]
+    bound = [(module, type(module)) for _, module in list(compat.walk_nnx_modules(model)) if is_proxy(module)]
     for module, kind in bound:
         object.__setattr__(module, "__class__", native_class(kind))
     try:
@@ -103,8 +103,8 @@ def _path_steps(root: Any, keys: Sequence[Any]) -> tuple[PathStep, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound_class(kind: Any) -> type:
-    """Return the bound subclass of a class, one per class: JAX never frees a class registered as a pytree."""
+def _proxy_class(kind: Any) -> type:
+    """Return the proxy class of a class, one per class: JAX never frees a class registered as a pytree."""
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
@@ -123,7 +123,7 @@ def _bound_class(kind: Any) -> type:
             attribute_access.refuse_delete_attribute(_binding_of(self).route, name)
         own.__delattr__(self, name)
 
-    names = bound_class_attributes(own, _binding_of, _run_method) | {
+    names = proxy_class_attributes(own, _binding_of, _run_method) | {
         "__getattribute__": get,
         "__getattr__": missing,
         "__setattr__": put,
@@ -138,7 +138,7 @@ def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
 
 
 def _read_attribute(own: Any, module: Any, name: str) -> Any:
-    """Return an attribute of a bound module."""
+    """Return an attribute of a proxy."""
     binding = _binding_of(module)
     step = PathStep(name, True)
     is_property = name not in vars(module) and _is_property(own, name)
@@ -185,7 +185,7 @@ def _has_parameters(value: Any) -> bool:
 def _bind_shared_value(value: Any, engine: ModuleEngine, outer: ModulePath, step: PathStep) -> Any:
     """Return a value of the user's model with its modules bound, inside the same containers."""
     if isinstance(value, nnx.Module):
-        return value if is_bound(value) else bind_shared_module(value, engine, outer.to(step, "module"))
+        return value if is_proxy(value) else bind_shared_module(value, engine, outer.to(step, "module"))
     route = outer.to(step, "container")
     if isinstance(value, Mapping):
         return {key: _bind_shared_value(item, engine, route, PathStep(key, False)) for key, item in value.items()}

@@ -14,8 +14,8 @@ import jax
 from polyamp.errors import ModelError, PolyampError, TraceError
 from polyamp_jax.arrays import named_leaves, path_name
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue
+from polyamp_jax.models.adapters.equinox_proxy import bind_module
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.libraries.equinox_binding import bind_module
 from polyamp_jax.models.module_path import ModulePath, has_argument
 from polyamp_jax.models.parameter_writes import find_writes
 from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState

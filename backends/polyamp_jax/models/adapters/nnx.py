@@ -13,16 +13,16 @@ from polyamp.errors import ModelError, UnsupportedError
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue
-from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.call_hook import native_class
-from polyamp_jax.models.libraries.nnx_binding import bind_module, bind_shared_module
-from polyamp_jax.models.libraries.nnx_pass import (
+from polyamp_jax.models.adapters.nnx_pass import (
     NnxPass,
     merge_nnx_model,
     split_nnx_model,
     variable_roles,
     without_intermediates,
 )
+from polyamp_jax.models.adapters.nnx_proxy import bind_module, bind_shared_module
+from polyamp_jax.models.call_casts import CallCasts
+from polyamp_jax.models.call_hook import native_class
 from polyamp_jax.models.module_path import ModulePath, has_argument, is_argument_given
 from polyamp_jax.models.parameter_writes import find_writes
 from polyamp_jax.models.running_state import ModelInputs, RunningState

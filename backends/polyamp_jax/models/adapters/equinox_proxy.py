@@ -1,6 +1,6 @@
-"""Bound equinox modules: the model that `loss_fn` receives, whose calls run under the policy (S29).
+"""Proxies of equinox modules: the model that `loss_fn` receives, whose calls run under the policy (S29).
 
-A bound module is a real equinox module, so equinox's own functions accept it. Its class is a subclass of the user's
+A proxy is a real equinox module, so equinox's own functions accept it. Its class is a subclass of the user's
 class, with a static field that stores its path in the model. Copies that `eqx.tree_at`, `eqx.combine`,
 `eqx.nn.inference_mode` or `jax.tree.map` make keep this path. A call of such a copy runs the model with the copy at
 that path.
@@ -17,9 +17,9 @@ import equinox as eqx
 import jax
 
 from polyamp_jax.models import attribute_access
-from polyamp_jax.models.binding import Binding, ModuleEngine, bound_class_attributes, dispatch_method
 from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
+from polyamp_jax.models.module_proxy import Binding, ModuleEngine, dispatch_method, proxy_class_attributes
 
 _BINDING_ATTRIBUTE = "_polyamp_place"
 
@@ -29,13 +29,13 @@ def bind_module(model: Any, find_engine: Callable[[], ModuleEngine | None]) -> A
 
     def bound(node: Any, route: ModulePath) -> Any:
         kind: Any = type(node)
-        return _rebuild_module(node, _bound_class(kind), route, bound, Binding(find_engine, route))
+        return _rebuild_module(node, _proxy_class(kind), route, bound, Binding(find_engine, route))
 
     return bound(model, ROOT_PATH)
 
 
 def native_module(model: Any) -> Any:
-    """Return a bound module as an instance of the user's own class."""
+    """Return a proxy as an instance of the user's own class."""
 
     def plain(node: Any, route: ModulePath) -> Any:
         return _rebuild_module(node, native_class(type(node)), route, plain, None)
@@ -44,12 +44,12 @@ def native_module(model: Any) -> Any:
 
 
 def _binding_of(module: Any) -> Any:
-    """Return the binding of a bound module, which its copies keep."""
+    """Return the binding of a proxy, which its copies keep."""
     return vars(module).get(_BINDING_ATTRIBUTE)
 
 
 def is_module_copy(module: Any) -> bool:
-    """Return whether a bound module is a copy of the model's module rather than that module itself."""
+    """Return whether a proxy is a copy of the model's module rather than that module itself."""
     binding = _binding_of(module)
     engine = binding.find_engine()
     return engine is None or binding.route.resolve(engine.root) is not module
@@ -90,8 +90,8 @@ def _path_step(key: Any) -> PathStep:
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound_class(kind: Any) -> type:
-    """Return the bound subclass of a class, one per class: JAX never frees a class registered as a pytree."""
+def _proxy_class(kind: Any) -> type:
+    """Return the proxy class of a class, one per class: JAX never frees a class registered as a pytree."""
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
@@ -102,7 +102,7 @@ def _bound_class(kind: Any) -> type:
     def missing(self: Any, name: str) -> Any:
         return _missing_attribute(own, self, name)
 
-    names = bound_class_attributes(own, _binding_of, _run_method) | {
+    names = proxy_class_attributes(own, _binding_of, _run_method) | {
         "__annotations__": {_BINDING_ATTRIBUTE: Any},
         "__getattribute__": get,
         "__getattr__": missing,
@@ -119,7 +119,7 @@ def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
 
 
 def _read_attribute(own: Any, module: Any, name: str) -> Any:
-    """Return an attribute of a bound module."""
+    """Return an attribute of a proxy."""
     route, step = _binding_of(module).route, PathStep(name, True)
     definition = inspect.getattr_static(own, name, None)
     is_property = name not in vars(module) and isinstance(definition, property | functools.cached_property)

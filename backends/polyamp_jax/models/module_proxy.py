@@ -1,6 +1,6 @@
-"""Bindings of nnx and equinox modules to the engine of the model that `loss_fn` receives (S29).
+"""Proxies of nnx and equinox modules: the model that `loss_fn` receives, whose calls the engine runs (S29).
 
-A bound module is a real module of its library, so the library's own functions accept it. Its class is a subclass of the
+A proxy is a real module of its library, so the library's own functions accept it. Its class is a subclass of the
 user's class, whose calls, methods and computing properties run through the engine, by the module's path.
 """
 
@@ -16,7 +16,7 @@ from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep
 
 _LOOKUP_ATTRIBUTE: Final = "_polyamp_binding_of"
-"""Attribute of a bound class: a function from a module to its `Binding`."""
+"""Attribute of a proxy class: a function from a module to its `Binding`."""
 
 
 class ModuleEngine(Protocol):
@@ -40,12 +40,12 @@ class ModuleEngine(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Binding:
-    """Engine and path of a bound module. Compares by identity.
+    """Engine and path of a proxy. Compares by identity.
 
     Attributes:
         find_engine: returns the module's engine, or None if the engine no longer exists.
         route: path from the root.
-        native: the user's own module, if the bound module shares its attributes (nnx); else None.
+        native: the user's own module, if the proxy shares its attributes (nnx); else None.
         module_ref: weak reference to the module itself (nnx), or None.
     """
 
@@ -64,23 +64,23 @@ NO_BINDING: Final = Binding(UnboundEngine, ROOT_PATH)
 """Binding of a copy that flax made."""
 
 RunMethod = Callable[[Any, ModulePath, Any, Any], Any]
-"""`run(module, route, args, kwargs)`: runs the part of a bound module at `route` through its engine."""
+"""`run(module, route, args, kwargs)`: runs the part of a proxy at `route` through its engine."""
 
 
 def binding_of(module: Any) -> Binding | None:
-    """Return the binding of a bound nnx or equinox module, or of a copy of one; None for anything else."""
+    """Return the binding of a proxy of an nnx or equinox module, or of a copy of one; None for anything else."""
     lookup = vars(type(module)).get(_LOOKUP_ATTRIBUTE)
     found: Binding | None = None if lookup is None else lookup(module)
     return found
 
 
-def is_bound(value: Any) -> bool:
-    """Return whether a value is a bound nnx or equinox module, or a copy of one."""
+def is_proxy(value: Any) -> bool:
+    """Return whether a value is a proxy of an nnx or equinox module, or a copy of one."""
     return binding_of(value) is not None
 
 
-def bound_class_attributes(own: Any, lookup: Callable[[Any], Binding | None], run: RunMethod) -> dict[str, Any]:
-    """Return what the bound subclasses of both libraries define, for the user's class `own`."""
+def proxy_class_attributes(own: Any, lookup: Callable[[Any], Binding | None], run: RunMethod) -> dict[str, Any]:
+    """Return what the proxy classes of both libraries define, for the user's class `own`."""
     names: dict[str, Any] = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
@@ -95,7 +95,7 @@ def bound_class_attributes(own: Any, lookup: Callable[[Any], Binding | None], ru
 def dispatch_method(
     function: Callable[..., Any], step: PathStep | None, lookup: Callable[[Any], Any], run: RunMethod
 ) -> Callable[..., Any]:
-    """Return a bound module's method, which the engine runs under the policy on a copy of the model.
+    """Return a proxy's method, which the engine runs under the policy on a copy of the model.
 
     Args:
         function: the method of the user's class.

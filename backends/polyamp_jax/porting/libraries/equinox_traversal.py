@@ -23,7 +23,7 @@ from polyamp_jax.arrays import join_path, path_name, shape_struct
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight, number_leaves
 from polyamp_jax.porting.layers.activations import activation_attributes
 from polyamp_jax.porting.libraries.equinox_layers import find_layer_spec, is_array_or_shape
-from polyamp_jax.porting.libraries.function_names import group_arrays
+from polyamp_jax.porting.libraries.layer_inference import group_arrays
 
 nn: Final = eqx.nn
 COUNTER_REASON: Final = (
@@ -54,7 +54,7 @@ class EquinoxLayer:
         return self.path if self.layer is None and local == "value" else join_path(self.path, local)
 
 
-class EquinoxWalk:
+class EquinoxTraversal:
     """All layers and parameters of a model, in the order of its fields.
 
     Args:
