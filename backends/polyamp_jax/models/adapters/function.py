@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, ClassVar
 
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue
-from polyamp_jax.models.attribute_access import NO_ATTRIBUTE
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.module_proxy import NO_ATTRIBUTE
 from polyamp_jax.models.running_state import ModelInputs, RunningState
 
 

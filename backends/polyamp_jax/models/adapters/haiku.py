@@ -13,9 +13,9 @@ import haiku as hk
 
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue, parameter_owners
-from polyamp_jax.models.attribute_access import NO_ATTRIBUTE
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.module_proxy import NO_ATTRIBUTE
 from polyamp_jax.models.running_state import ModelInputs, RunningState
 
 _STATELESS_CLASSES: Final = (hk.Transformed, hk.MultiTransformed)

@@ -18,10 +18,10 @@ from flax import nnx
 from polyamp.errors import TraceError
 from polyamp_jax.arrays import conform_tree, is_same_tree
 from polyamp_jax.models.adapter import OpaqueValue
-from polyamp_jax.models.adapters.nnx_proxy import native_classes
 from polyamp_jax.models.flax_compat import drop_stale_nnx_attributes
 from polyamp_jax.models.model_pass import RUNNING_STATE_NAME, ModelPass, OutputCast
 from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.module_proxy import native_classes
 from polyamp_jax.models.parameter_writes import (
     NamedLeaves,
     conform_writes,

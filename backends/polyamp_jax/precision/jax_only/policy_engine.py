@@ -19,11 +19,11 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, module_paths
-from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.library import adapt
 from polyamp_jax.models.model_pass import ModelPass
 from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.module_proxy import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.models.nnx_arguments import ArgumentObjects, extract_objects, insert_objects
 from polyamp_jax.models.parameter_writes import conform_writes, drop_unchanged_writes, output_origins, writes_on_masters
 from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState
