@@ -1,7 +1,7 @@
 """`PassCapture`: one forward and backward pass of the training step that also returns module outputs and cotangents.
 
 The pass is one compiled function of the state and the batch, traced once per state structure and batch shape. It runs
-the loss as a jaxpr (`tagged_program`) and differentiates it with the step's own code. Each output gets an additional
+the loss as a jaxpr (`output_tags`) and differentiates it with the step's own code. Each output gets an additional
 input of zeros, whose gradient is the output's cotangent.
 """
 
@@ -22,9 +22,16 @@ from polyamp.rules import step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax.arrays import matmul_precision, prepare_batch
 from polyamp_jax.models.module_path import ModulePath
-from polyamp_jax.observe.jax_only import tagged_program
-from polyamp_jax.observe.jax_only.output_tags import TaggingCasts, tag_module_outputs
-from polyamp_jax.observe.jax_only.tagged_calls import call_with_tags, enable_name_scopes
+from polyamp_jax.observe.jax_only.output_tags import (
+    OutputTag,
+    TaggingCasts,
+    call_with_tags,
+    enable_name_scopes,
+    hidden_modules,
+    program_tags,
+    run_with_tap,
+    tag_module_outputs,
+)
 from polyamp_jax.observe.op_dtypes import record_op_dtypes
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
 from polyamp_jax.precision.interpreter.recorder import Recorder
@@ -110,17 +117,17 @@ class PassCapture:
         traced = jax.make_jaxpr(loss_of)(params, masters)
         if not interpreted:
             record_op_dtypes(traced.jaxpr, recorder)
-        marks = tagged_program.program_tags(traced.jaxpr)
+        marks = program_tags(traced.jaxpr)
 
         def seeing(params: Any, masters: Any, zeros: list[Any]) -> tuple[Any, Any]:
             arrays: list[Any] = []
             left = iter(zeros)
 
-            def tap(mark: tagged_program.OutputTag, value: Any) -> Any:
+            def tap(mark: OutputTag, value: Any) -> Any:
                 arrays.append(value)
                 return _add_cotangent_input(value, next(left)) if mark.what == "output" else value
 
-            scaled, loss = tagged_program.run_with_tap(traced, jax.tree.leaves((params, masters)), marks, tap)
+            scaled, loss = run_with_tap(traced, jax.tree.leaves((params, masters)), marks, tap)
             return scaled, (loss, arrays)
 
         kept = [mark for mark in marks if mark is not None]
@@ -158,8 +165,8 @@ class _TagEngine(PolicyEngine):
 
 
 def _inputs_before_outputs(
-    seen: Sequence[tuple[tagged_program.OutputTag, Any, Any]],
-) -> list[tuple[tagged_program.OutputTag, Any, Any]]:
+    seen: Sequence[tuple[OutputTag, Any, Any]],
+) -> list[tuple[OutputTag, Any, Any]]:
     """Move each module's input right before its output; other calls may have ended between the two."""
     waiting = {item[0].path: item for item in seen if item[0].what == "input"}
     made = []
@@ -170,9 +177,7 @@ def _inputs_before_outputs(
     return made
 
 
-def _trace_info(
-    state: JaxState, jaxpr: Any, marks: Sequence[tagged_program.OutputTag], recorder: Recorder
-) -> PassTraceInfo:
+def _trace_info(state: JaxState, jaxpr: Any, marks: Sequence[OutputTag], recorder: Recorder) -> PassTraceInfo:
     shown = tuple((mark.path, mark.what) for mark in marks)
     operations = recorder.report(state.recipe.policy).operations
     return PassTraceInfo(
@@ -185,7 +190,7 @@ def _trace_info(
 def _hidden_modules_reason(state: JaxState, jaxpr: Any) -> str:
     if not state.setup.adapter.module:
         return "the model is a function: what it is made of has no modules that could be seen"
-    hidden = sorted(tagged_program.hidden_modules(jaxpr))
+    hidden = sorted(hidden_modules(jaxpr))
     if hidden:
         return (
             f"modules run where JAX hands nothing out, in a scan, a branch or a rule of differentiation: {hidden[0]!r}"
@@ -211,6 +216,6 @@ def _unscale_cotangent(cotangent: Any, scale: Any | None) -> Any:
     return unscale_leaf(cotangent, scale, jnp.promote_types(cotangent.dtype, jnp.float32))
 
 
-def _batch_axes_first(array: Any, mark: tagged_program.OutputTag) -> Any:
+def _batch_axes_first(array: Any, mark: OutputTag) -> Any:
     """Return the array with the axes that `jax.vmap` mapped in front."""
     return array if array is None or not mark.axes else jnp.moveaxis(array, mark.axes, range(len(mark.axes)))

@@ -1,4 +1,4 @@
-"""Observer of equinox models, whose modules the step hooks itself."""
+"""Observer of equinox models: their dropout. The step hooks the calls of their modules itself."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import haiku as hk
 
 from polyamp_jax import compat
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver, replace_attribute
-from polyamp_jax.observe.jax_only.tagged_calls import call_with_tags
+from polyamp_jax.observe.jax_only.output_tags import call_with_tags
 
 
 class HaikuObserver(LibraryObserver):

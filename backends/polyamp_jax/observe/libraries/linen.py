@@ -7,9 +7,8 @@ from typing import Any, Final
 
 from flax import linen
 
-from polyamp_jax.observe.jax_only.flax_settings import replace_attention, set_float64
-from polyamp_jax.observe.jax_only.library_observer import LibraryObserver
-from polyamp_jax.observe.jax_only.tagged_calls import call_with_tags
+from polyamp_jax.observe.jax_only.library_observer import LibraryObserver, replace_attention, set_float64
+from polyamp_jax.observe.jax_only.output_tags import call_with_tags
 
 
 class LinenObserver(LibraryObserver):

@@ -1,4 +1,4 @@
-"""Observer of flax nnx models, whose modules the step hooks itself."""
+"""Observer of flax nnx models: their dropout, copies and float64. The step hooks the calls of their modules itself."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from flax import nnx
 
 from polyamp.errors import ModelError
 from polyamp_jax import compat
-from polyamp_jax.observe.jax_only.flax_settings import force_deterministic, replace_attention, set_float64
 from polyamp_jax.observe.jax_only.library_observer import (
     LibraryObserver,
     float64_leaf,
+    force_deterministic,
     identity_call,
+    replace_attention,
     replace_attribute,
+    set_float64,
 )
 
 

@@ -24,7 +24,7 @@ from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
 from polyamp_jax.porting.libraries.equinox_traversal import EquinoxLayer, EquinoxTraversal
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:

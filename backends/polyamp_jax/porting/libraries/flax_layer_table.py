@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp_jax.porting.libraries import flax_cells as cells
 from polyamp_jax.porting.libraries import flax_layers as forms
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, LayerSettings, RefusedError
 
@@ -46,8 +45,8 @@ def _general_kernel(settings: LayerSettings) -> tuple[str, int]:
 
 
 _dense = FlaxLayerSpec(forms.dense, _array("kernel", 2))
-_lstm = FlaxLayerSpec(cells.lstm, is_composite=True)
-_attention = FlaxLayerSpec(cells.attention, is_composite=True)
+_lstm = FlaxLayerSpec(forms.lstm, is_composite=True)
+_attention = FlaxLayerSpec(forms.attention, is_composite=True)
 LAYER_SPECS: Final[Mapping[str, FlaxLayerSpec]] = {
     "Dense": _dense,
     "Linear": _dense,
@@ -66,8 +65,8 @@ LAYER_SPECS: Final[Mapping[str, FlaxLayerSpec]] = {
     "Dropout": FlaxLayerSpec(forms.dropout, can_be_arrayless=True),
     "LSTMCell": _lstm,
     "OptimizedLSTMCell": _lstm,
-    "GRUCell": FlaxLayerSpec(cells.gru, is_composite=True),
-    "SimpleCell": FlaxLayerSpec(cells.simple_rnn, is_composite=True),
+    "GRUCell": FlaxLayerSpec(forms.gru, is_composite=True),
+    "SimpleCell": FlaxLayerSpec(forms.simple_rnn, is_composite=True),
     "MultiHeadDotProductAttention": _attention,
     "MultiHeadAttention": _attention,
     "SelfAttention": _attention,

@@ -21,7 +21,7 @@ from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import ArrayPlace, Weight
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments
 from polyamp_jax.porting.libraries.layer_inference import group_arrays
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
 _KEYS: Final = ("key", "rng")
 """Arguments that accept a random key, which is not used in inference."""

@@ -12,17 +12,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp_jax.porting.libraries import flax_cells as cells
 from polyamp_jax.porting.libraries import flax_layers as forms
 from polyamp_jax.porting.libraries.flax_layer_table import LAYER_SPECS
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, Shapes
 
 COMPOSITE_MAKERS: Final[Mapping[frozenset[str], FormMaker]] = {
-    frozenset(f"{side}{gate}" for side in "ih" for gate in cells.LSTM_GATES): cells.lstm,
-    frozenset(f"{side}{gate}" for side in "ih" for gate in cells.GRU_GATES): cells.gru,
-    frozenset((*(f"{side}{gate}" for side in "ih" for gate in "igo"), "if_", "hf")): cells.lstm,  # nnx's
-    frozenset(("i", "h")): cells.simple_rnn,
-    frozenset(("query", "key", "value", "out")): cells.attention,
+    frozenset(f"{side}{gate}" for side in "ih" for gate in forms.LSTM_GATES): forms.lstm,
+    frozenset(f"{side}{gate}" for side in "ih" for gate in forms.GRU_GATES): forms.gru,
+    frozenset((*(f"{side}{gate}" for side in "ih" for gate in "igo"), "if_", "hf")): forms.lstm,  # nnx's
+    frozenset(("i", "h")): forms.simple_rnn,
+    frozenset(("query", "key", "value", "out")): forms.attention,
 }
 """Names of the submodules with arrays -> maker of the layer that they form."""
 
@@ -46,7 +45,7 @@ def composite_maker(children: Mapping[str, Shapes]) -> FormMaker | None:
         kind = UNSUPPORTED[names]
         raise RefusedError(f"{kind}: {LAYER_SPECS[kind].refusal}")
     maker = COMPOSITE_MAKERS.get(names) or _fused_cell_maker(children)
-    if maker is cells.attention and any(len(children[name].get("kernel", ())) != 3 for name in names):
+    if maker is forms.attention and any(len(children[name].get("kernel", ())) != 3 for name in names):
         return None  # by hand, of dense layers
     if maker is None or any("kernel" not in children[name] for name in names):
         return None
@@ -58,7 +57,7 @@ def _fused_cell_maker(children: Mapping[str, Shapes]) -> FormMaker | None:
     state = children.get("dense_h", {}).get("kernel", ())
     if set(children) != {"dense_i", "dense_h"} or len(state) != 2:
         return None
-    return {4: cells.lstm, 3: cells.gru, 1: cells.simple_rnn}.get(state[1] // state[0])
+    return {4: forms.lstm, 3: forms.gru, 1: forms.simple_rnn}.get(state[1] // state[0])
 
 
 def group_arrays(names: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -32,8 +32,8 @@ from polyamp_jax.porting.libraries.flax_layer_table import (
     make_form,
 )
 from polyamp_jax.porting.libraries.flax_layers import parameter_form
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
 from polyamp_jax.porting.libraries.linen_layer_inference import NORM_SUBMODULES
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
 IGNORED_VARIABLES: Final = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
 """Variable types without weights."""

@@ -16,7 +16,7 @@ import polyamp
 from polyamp_jax.models.adapter import ModelParts
 from polyamp_jax.models.library import FUNCTIONS, LIBRARIES, Library, library_of
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver
-from polyamp_jax.porting.libraries.library import PortingLibrary
+from polyamp_jax.porting.libraries.porting_library import PortingLibrary
 
 ROWS = [*LIBRARIES, FUNCTIONS]
 

@@ -1,12 +1,14 @@
-"""`PortingLibrary`, the protocol of a JAX library's models. Each library has its own module in this package."""
+"""`PortingLibrary`, the protocol of a JAX library's models, and its lookup. Each library has its own module here."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+from polyamp.errors import ModelError, describe_value
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp_jax.models.library import ACCEPTED_MODELS, library_of
 
 RecordOutput = Callable[[str, Any], None]
 """Callback with the path of a module and the output of its call, each time a call ends."""
@@ -56,3 +58,15 @@ def make_call_inputs(batch: Any) -> CallInputs:
     if isinstance(batch, Mapping):
         return CallInputs((), {str(name): value for name, value in batch.items()})
     return CallInputs(batch if isinstance(batch, tuple) else (batch,), {})
+
+
+def find_library(model: Any) -> PortingLibrary:
+    """Return the module in `libraries` that supports a model.
+
+    Raises:
+        ModelError: the object is no model, or only a part of one.
+    """
+    library = library_of(model)
+    if library is None:
+        raise ModelError(f"model must be {ACCEPTED_MODELS}. Received: {describe_value(model)}.")
+    return cast("PortingLibrary", library.file_in("porting.libraries"))
