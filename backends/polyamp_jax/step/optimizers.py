@@ -24,8 +24,13 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import SGD, SPECS, Lion, OptimizerSpec, RMSprop, is_spec
 from polyamp.rules.group_members import GroupMembers
 from polyamp_jax.arrays import XP, conform_tree, materialize, select_if_finite
-from polyamp_jax.step.jax_only.optax_extra_arguments import NO_EXTRA_ARGUMENTS, OptaxExtraArguments, update_with_extra
-from polyamp_jax.step.jax_only.optax_lookahead import is_lookahead, slow_parameters_transformation
+from polyamp_jax.step.jax_only.native_transformations import (
+    NO_EXTRA_ARGUMENTS,
+    OptaxExtraArguments,
+    is_lookahead,
+    slow_parameters_transformation,
+    update_with_extra,
+)
 
 
 def make_transformation(optimizer: Any) -> Any:

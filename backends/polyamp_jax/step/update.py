@@ -19,7 +19,7 @@ from polyamp_jax.arrays import XP, select_if_finite
 from polyamp_jax.models.parameter_writes import overlay_writes
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.grad_stats import fit_gradients, sharded_norm_and_finite
-from polyamp_jax.step.jax_only.optax_extra_arguments import OptaxExtraArguments
+from polyamp_jax.step.jax_only.native_transformations import OptaxExtraArguments
 from polyamp_jax.step.optimizers import leaves_like, update_parameters
 from polyamp_jax.step.state import JaxState
 
