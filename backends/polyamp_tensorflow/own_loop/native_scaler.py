@@ -35,10 +35,10 @@ from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     StartValues,
     prepare_statistics,
 )
-from polyamp_tensorflow.own_loop.tensorflow_only.scale_loss_calls import ScaleLossCalls
 from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import (
     ApplyCall,
     MicroBatchShare,
+    ScaleLossCalls,
     ScalerState,
     micro_batch_share,
 )

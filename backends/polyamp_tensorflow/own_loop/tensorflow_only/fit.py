@@ -32,8 +32,8 @@ from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE, AppliedPol
 from polyamp_tensorflow.precision.tensorflow_only.policy_application import CACHED_FUNCTIONS
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizers import make_optimizer, resolve_groups
+from polyamp_tensorflow.step.tensorflow_only.graph_function import needs_xla
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
-from polyamp_tensorflow.step.tensorflow_only.xla import needs_xla
 
 
 def compile(  # noqa: A001  # Keras's word for it

@@ -1,20 +1,22 @@
 """Table of Keras's layers, with the forms of dense layers, embeddings, norms and layers without arrays.
 
-`convolutions`, `recurrent`, `attention` and `einsum_dense` have the other rows.
+`convolutions`, `recurrent` and `attention` have the other rows.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
-from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
+from polyamp.porting.layouts.operations import Operation, Reshape, Shape, Transpose
 from polyamp_tensorflow.compat import build_shapes, layer_classes
-from polyamp_tensorflow.porting.layers import activations, attention, convolutions, einsum_dense, recurrent
+from polyamp_tensorflow.porting.layers import activations, attention, convolutions, recurrent
+from polyamp_tensorflow.porting.layers.activations import activation_attributes
 from polyamp_tensorflow.porting.layers.layer_record import (
+    UNKNOWN,
     LayerRecord,
     LayerRow,
     array_rules,
@@ -52,7 +54,70 @@ def _dense(shapes: Mapping[str, Shape]) -> Form:
 
 
 def _dense_attributes(layer: Any) -> dict[str, Any]:
-    return activations.activation_attributes(layer.activation)
+    return activation_attributes(layer.activation)
+
+
+def _read_einsum_dense(layer: Any) -> list[LayerRecord]:
+    """Read an `EinsumDense` as a dense layer: summed kernel axes are the inputs, the others the features.
+
+    The inputs are in the order of the input's axes, the features in the output's.
+    """
+    arrays = own_variables(layer)
+    given, kernel, result = _split_equation(layer.equation)
+    inputs = [axis for axis in given if axis in kernel and axis not in result]
+    outputs = [axis for axis in result if axis in kernel and axis not in given]
+    biased = set(layer.bias_axes or outputs)
+    if sorted(inputs + outputs) != sorted(kernel) or biased != set(outputs):
+        unchanged = array_rules(arrays, kernel="kernel", bias="bias")
+        attributes = activation_attributes(layer.activation)
+        return [LayerRecord(plain_form(opaque_kind(layer, layer.equation), unchanged, **attributes), arrays)]
+    lengths = dict(zip(kernel, arrays["kernel"].shape, strict=True))
+    shapes = [tuple(lengths[axis] for axis in axes) for axes in (inputs, outputs)]
+    rules = [Rule(("kernel",), ("kernel",), _flat_kernel_operations(kernel, inputs + outputs, shapes))]
+    if "bias" in arrays:
+        rules.append(_bias_rule(tuple(arrays["bias"].shape)))
+    said = {
+        **activation_attributes(layer.activation),
+        "inputs": shapes[0] if len(inputs) > 1 else UNKNOWN,
+        "outputs": shapes[1] if len(outputs) > 1 else UNKNOWN,
+    }
+    return [LayerRecord(plain_form("dense", tuple(rules), **said), arrays)]
+
+
+def _bias_rule(shape: Shape) -> Rule:
+    return Rule(("bias",), ("bias",), () if len(shape) == 1 else (Reshape(shape, (math.prod(shape),)),))
+
+
+def _einsum_dense_forms(shapes: Mapping[str, Shape]) -> Iterator[Form]:
+    """Yield possible forms of variables. The bias determines the output axes; without it, every split is possible."""
+    kernel, bias = shapes["kernel"], shapes.get("bias")
+    for inputs in range(1, len(kernel)):
+        given, result = kernel[:inputs], kernel[inputs:]
+        if bias in (None, result):
+            flat = Reshape(kernel, (math.prod(given), math.prod(result)))
+            biases = () if bias is None else (_bias_rule(bias),)
+            yield Form("dense", (Rule(("kernel",), ("kernel",), (flat,)), *biases))
+
+
+def _split_equation(equation: str) -> tuple[str, str, str]:
+    """Return the axes of an equation's input, kernel and output, without the ellipsis.
+
+    >>> _split_equation("...x,xyz->...yz")
+    ('x', 'xyz', 'yz')
+    """
+    left, result = equation.replace(" ", "").replace("...", "").split("->")
+    given, kernel = left.split(",")
+    return given, kernel, result
+
+
+def _flat_kernel_operations(kernel: str, order: list[str], shapes: list[tuple[int, ...]]) -> tuple[Operation, ...]:
+    found: list[Operation] = []
+    axes = tuple(kernel.index(axis) for axis in order)
+    if axes != tuple(range(len(axes))):
+        found.append(Transpose(axes))
+    if len(order) != 2:
+        found.append(Reshape((*shapes[0], *shapes[1]), (math.prod(shapes[0]), math.prod(shapes[1]))))
+    return tuple(found)
 
 
 def _embedding(shapes: Mapping[str, Shape]) -> Form:
@@ -170,7 +235,7 @@ def _resize(layer: Any) -> list[LayerRecord]:
 
 _ROWS: Final[Mapping[str, LayerRow]] = {
     "Dense": weight_layer(_dense, _dense_attributes, "kernel bias", "kernel"),
-    "EinsumDense": LayerRow(einsum_dense.read_einsum_dense, (("kernel", "bias"), ("kernel",)), einsum_dense.file_forms),
+    "EinsumDense": LayerRow(_read_einsum_dense, (("kernel", "bias"), ("kernel",)), _einsum_dense_forms),
     "Embedding": weight_layer(_embedding, _embedding_attributes, "embeddings"),
     "ReversibleEmbedding": LayerRow(
         _read_reversible_embedding, (("embeddings",),), lambda shapes: [_embedding(shapes)]
