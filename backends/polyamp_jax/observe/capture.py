@@ -33,8 +33,8 @@ from polyamp_jax.observe.jax_only.output_tags import (
     tag_module_outputs,
 )
 from polyamp_jax.observe.op_dtypes import record_op_dtypes
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step import accumulation, forward_backward

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from polyamp_jax import compat
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.observe.jax_only.library_observer import loaded_observers, observer_of
 from polyamp_jax.porting.libraries.porting_library import find_library
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter import tags
-from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.op_list import MOVES, STRUCTURES
 
 

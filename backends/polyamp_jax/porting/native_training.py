@@ -18,7 +18,7 @@ from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
 from polyamp_jax.arrays import named_leaves, to_numpy
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
 from polyamp_jax.step.optimizer_metadata import optimizer_metadata as described_optimizer

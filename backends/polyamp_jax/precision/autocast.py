@@ -12,9 +12,9 @@ from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import cast_arguments, matmul_precision
-from polyamp_jax.models.library import ACCEPTED_MODELS, is_model
+from polyamp_jax.models.libraries import ACCEPTED_MODELS, is_model
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_region

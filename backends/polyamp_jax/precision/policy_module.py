@@ -17,7 +17,7 @@ from polyamp.errors import ModelError, RecipeError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.adapter import module_paths
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
 from polyamp_jax.models.module_proxy import (
     TRANSFORMED_LOSS_ERROR,
@@ -30,7 +30,7 @@ from polyamp_jax.models.module_proxy import (
     refuse_delete_attribute,
     refuse_set_attribute,
 )
-from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.jax_only.policy_engine import NativePolicyEngine, PolicyEngine
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
-from polyamp_jax.models.library import LIBRARIES, library_of
+from polyamp_jax.models.libraries import LIBRARIES, library_of
 
 _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
 """Attributes of flax layers: the compute dtype and the parameter dtype."""

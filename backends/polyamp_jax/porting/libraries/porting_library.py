@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from polyamp.errors import ModelError, describe_value
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp_jax.models.library import ACCEPTED_MODELS, library_of
+from polyamp_jax.models.libraries import ACCEPTED_MODELS, library_of
 
 RecordOutput = Callable[[str, Any], None]
 """Callback with the path of a module and the output of its call, each time a call ends."""

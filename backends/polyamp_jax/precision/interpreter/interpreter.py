@@ -19,6 +19,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter import products, program_analysis, tags
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.program_analysis import PrecisionNeed
 from polyamp_jax.precision.interpreter.program_value import (
     CASTABLE_DTYPES,
@@ -29,7 +30,6 @@ from polyamp_jax.precision.interpreter.program_value import (
     ValueTraits,
     literal_value,
 )
-from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
 from polyamp_jax.precision.op_list import LOGARITHMS, MOVES, REDUCTIONS, SCATTERS, STRUCTURES, OpRule, rules_for
 

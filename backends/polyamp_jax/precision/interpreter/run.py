@@ -16,10 +16,10 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import Interpreter, InterpreterSettings, program_value
 from polyamp_jax.precision.interpreter.products import default_precision
 from polyamp_jax.precision.interpreter.program_value import ValueTraits
-from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.tracing import FunctionTrace, trace_function
 from polyamp_jax.precision.op_list import registered_count
 

@@ -20,7 +20,7 @@ from polyamp_jax import compat
 from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, module_paths
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.model_pass import ModelPass
 from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.module_proxy import TRANSFORMED_LOSS_ERROR
@@ -28,8 +28,8 @@ from polyamp_jax.models.nnx_arguments import ArgumentObjects, extract_objects, i
 from polyamp_jax.models.parameter_writes import conform_writes, drop_unchanged_writes, output_origins, writes_on_masters
 from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params, module_dtype, module_dtypes
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.tracing import FunctionTrace, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_regions, region_plan

@@ -29,6 +29,7 @@ from polyamp_tensorflow.precision.op_list import (
     is_sensitive,
     is_sensitive_operation,
 )
+from polyamp_tensorflow.precision.tensorflow_only.float32_layer_losses import has_add_loss_call
 from polyamp_tensorflow.precision.tensorflow_only.functional_graph import (
     is_gather,
     is_inner_product,
@@ -36,7 +37,6 @@ from polyamp_tensorflow.precision.tensorflow_only.functional_graph import (
     logarithm_sources,
 )
 from polyamp_tensorflow.precision.tensorflow_only.keras_policies import own_policy
-from polyamp_tensorflow.precision.tensorflow_only.layer_losses import has_add_loss_call
 
 _TENSORS: Final = (EagerTensor, tf.Variable)
 

@@ -35,6 +35,12 @@ from polyamp_tensorflow.compat import (
 )
 from polyamp_tensorflow.models.layers import is_container, is_layer, list_layers
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
+from polyamp_tensorflow.precision.tensorflow_only.float32_layer_losses import (
+    check_scalar_results,
+    float32_regularizer,
+    original_regularizer,
+    refuse_narrow_losses,
+)
 from polyamp_tensorflow.precision.tensorflow_only.functional_graph import is_gather
 from polyamp_tensorflow.precision.tensorflow_only.integer_inputs import (
     integer_input_policy,
@@ -48,12 +54,6 @@ from polyamp_tensorflow.precision.tensorflow_only.keras_policies import (
     own_policy,
 )
 from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import LayerDtype, choose_layer_dtypes
-from polyamp_tensorflow.precision.tensorflow_only.layer_losses import (
-    check_scalar_results,
-    float32_regularizer,
-    original_regularizer,
-    refuse_narrow_losses,
-)
 from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import (
     apply_scores,
     cast_inputs,

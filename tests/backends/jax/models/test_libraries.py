@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 import polyamp
 from polyamp_jax.models.adapter import ModelParts
-from polyamp_jax.models.library import FUNCTIONS, LIBRARIES, Library, library_of
+from polyamp_jax.models.libraries import FUNCTIONS, LIBRARIES, Library, library_of
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver
 from polyamp_jax.porting.libraries.porting_library import PortingLibrary
 
@@ -67,7 +67,7 @@ def test_a_lookup_imports_no_library() -> None:
         "import sys, polyamp, jax.numpy as jnp\n"
         "state = polyamp.init((lambda params, x: x @ params['w'], {'w': jnp.ones((2, 1))}),"
         " polyamp.Recipe(policy='float32', optimizer=polyamp.sgd(0.1)))\n"
-        "from polyamp_jax.models.library import library_of\n"
+        "from polyamp_jax.models.libraries import library_of\n"
         "assert library_of(object()) is None\n"
         "print([name for name in ('flax', 'equinox', 'haiku') if name in sys.modules])\n"
     )

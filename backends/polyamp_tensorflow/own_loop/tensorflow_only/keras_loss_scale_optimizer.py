@@ -51,7 +51,7 @@ def pop_inner_optimizer(given: Any, options: dict[str, Any]) -> Any:
     return by_name if given is None else given
 
 
-def check_options(options: dict[str, Any]) -> None:
+def check_scaler_options(options: dict[str, Any]) -> None:
     """Raise, with Keras's messages, for arguments that Keras's wrapper does not accept.
 
     Raises:
