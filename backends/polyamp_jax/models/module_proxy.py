@@ -54,7 +54,7 @@ class UnboundEngine:
         """Raise `RecipeError`: the call could not pass on the running state and the random streams."""
         raise RecipeError(TRANSFORMED_LOSS_ERROR)
 
-    computed = params_of = resolve_policy = state = view = call
+    with_compute_dtype = params_of = resolve_policy = state = view = call
 
 
 def has_computed_arrays(value: Any) -> bool:
@@ -116,7 +116,7 @@ class ModuleEngine(Protocol):
     def params_of(self, part: Any, route: ModulePath) -> Any:
         """Return the master parameters of a part."""
 
-    def computed(self, route: ModulePath, value: Any) -> Any:
+    def with_compute_dtype(self, route: ModulePath, value: Any) -> Any:
         """Return the value at `route` with the parameters that the model computes with. In mode "cast" these are the
         cast parameters."""
 

@@ -48,13 +48,13 @@ class PassTraceInfo(NamedTuple):
     """Information about a pass that is known at trace time.
 
     Attributes:
-        shown: (path, what) of the returned arrays in the order of computation, except that a module's input comes
+        captures: (path, what) of the returned arrays in the order of computation, except that a module's input comes
             right before its output.
         operations: the operations that ran, by module.
         hidden_reason: why outputs of submodules are not visible; "" if they are.
     """
 
-    shown: tuple[tuple[str, CaptureKind], ...]
+    captures: tuple[tuple[str, CaptureKind], ...]
     operations: tuple[OperationCount, ...]
     hidden_reason: str
 
@@ -68,14 +68,14 @@ class PassOutputs(NamedTuple):
         cotangents: one per array, unscaled, float32 or wider; None for an input, and where the loss does not depend
             on an output.
         gradients: one per parameter leaf, unscaled, float32 or wider; None where the loss does not depend on it.
-        found: static result with the `PassTraceInfo`.
+        trace_info: static result with the `PassTraceInfo`.
     """
 
     loss: Any
     arrays: list[Any]
     cotangents: list[Any]
     gradients: list[Any]
-    found: StaticResult
+    trace_info: StaticResult
 
 
 class PassCapture:
@@ -134,7 +134,7 @@ class PassCapture:
         zeros = [jnp.zeros(mark.aval.shape, mark.aval.dtype) for mark in kept if mark.what == "output"]
         (values,), cotangents, (loss, arrays) = forward_backward.take_gradients(seeing, [params], [masters], zeros)
         behind = iter(cotangents)
-        seen = [
+        captures = [
             (
                 mark,
                 _batch_axes_first(array, mark),
@@ -142,13 +142,13 @@ class PassCapture:
             )
             for mark, array in zip(kept, arrays, strict=True)
         ]
-        seen = _inputs_before_outputs(seen)
+        captures = _inputs_before_outputs(captures)
         return PassOutputs(
             loss,
-            [array for _, array, _ in seen],
-            [_unscale_cotangent(cotangent, scale) for _, _, cotangent in seen],
+            [array for _, array, _ in captures],
+            [_unscale_cotangent(cotangent, scale) for _, _, cotangent in captures],
             accumulation.unscale_gradients(values, scale, jax.tree.leaves(state.params)),
-            StaticResult(_trace_info(state, traced.jaxpr, [mark for mark, _, _ in seen], recorder)),
+            StaticResult(_trace_info(state, traced.jaxpr, [mark for mark, _, _ in captures], recorder)),
         )
 
 
@@ -165,12 +165,12 @@ class _TagEngine(PolicyEngine):
 
 
 def _inputs_before_outputs(
-    seen: Sequence[tuple[OutputTag, Any, Any]],
+    captures: Sequence[tuple[OutputTag, Any, Any]],
 ) -> list[tuple[OutputTag, Any, Any]]:
     """Move each module's input right before its output; other calls may have ended between the two."""
-    waiting = {item[0].path: item for item in seen if item[0].what == "input"}
+    waiting = {item[0].path: item for item in captures if item[0].what == "input"}
     made = []
-    for item in seen:
+    for item in captures:
         if item[0].what == "output":
             before = waiting.pop(item[0].path, None)
             made += [item] if before is None else [before, item]
@@ -178,12 +178,12 @@ def _inputs_before_outputs(
 
 
 def _trace_info(state: JaxState, jaxpr: Any, marks: Sequence[OutputTag], recorder: Recorder) -> PassTraceInfo:
-    shown = tuple((mark.path, mark.what) for mark in marks)
+    captures = tuple((mark.path, mark.what) for mark in marks)
     operations = recorder.report(state.recipe.policy).operations
     return PassTraceInfo(
-        shown,
+        captures,
         operations,
-        "" if any(path.partition("#")[0] for path, _ in shown) else _hidden_modules_reason(state, jaxpr),
+        "" if any(path.partition("#")[0] for path, _ in captures) else _hidden_modules_reason(state, jaxpr),
     )
 
 

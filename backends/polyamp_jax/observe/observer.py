@@ -99,18 +99,18 @@ class JaxObserver:
             if said is None:
                 raise
             raise said from error
-        found: PassTraceInfo = passed.found.value
+        info: PassTraceInfo = passed.trace_info.value
         dtypes = [str(array.dtype) for array in passed.arrays]
         arrays, cotangents = passed.arrays, passed.cotangents
-        for number, (path, what) in enumerate(found.shown):
+        for number, (path, what) in enumerate(info.captures):
             on_capture(path, what, host_array(arrays[number]), dtypes[number])
             arrays[number] = None  # free each array once it is reported
-        for number in reversed(range(len(found.shown))):
+        for number in reversed(range(len(info.captures))):
             if cotangents[number] is not None:
-                on_capture(found.shown[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
+                on_capture(info.captures[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
                 cotangents[number] = None
         return PassRecord(
-            float(passed.loss), LeafGradients(state, passed.gradients), found.operations, found.hidden_reason
+            float(passed.loss), LeafGradients(state, passed.gradients), info.operations, info.hidden_reason
         )
 
 

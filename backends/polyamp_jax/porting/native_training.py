@@ -21,7 +21,7 @@ from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
-from polyamp_jax.step.optimizer_metadata import optimizer_metadata as described_optimizer
+from polyamp_jax.step.optimizer_metadata import optimizer_metadata
 
 Array = np.ndarray[Any, Any]
 
@@ -118,18 +118,18 @@ def read_optimizer_layout(state: Any, transformation: Any, parameters: Sequence[
     if transformation is None:
         notes.append(_UNKNOWN_HYPERPARAMETERS_NOTE)
     else:
-        said = described_optimizer(transformation)
-        settings |= _hyperparameters(said)
-        refused += [what for ending, plain, what in _UNSUPPORTED if _has_other_value(said, ending, plain)]
-        notes += [what for ending, plain, what in _FORMULA_NOTES if _has_other_value(said, ending, plain)]
+        numbers = optimizer_metadata(transformation)
+        settings |= _hyperparameters(numbers)
+        refused += [what for ending, plain, what in _UNSUPPORTED if _has_other_value(numbers, ending, plain)]
+        notes += [what for ending, plain, what in _FORMULA_NOTES if _has_other_value(numbers, ending, plain)]
         if "learning_rate" not in settings:
             notes.append("optax's learning rate is no number, but a schedule or several: it is not compared")
         notes += [
             f"optax clips gradients by a global norm of {value:g}; a recipe does with clip_norm="
-            for path, value in said.items()
+            for path, value in numbers.items()
             if path.endswith("clip_by_global_norm.max_norm")
         ]
-        if settings["type"] == "adam" and _has_decoupled_decay(said):
+        if settings["type"] == "adam" and _has_decoupled_decay(numbers):
             settings["type"] = "adamw"
     notes += dict.fromkeys(found.notes)
     if "square_avg" in found.slots and "momentum" in found.slots and _has_rate_before_momentum(found.order):
@@ -155,32 +155,34 @@ def _has_rate_before_momentum(order: Sequence[str]) -> bool:
     return any(kind in ("EmptyState", "ScaleByScheduleState") for kind in order[first:last])
 
 
-def _hyperparameters(said: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters that the functions close over, if each occurs once."""
     found: dict[str, Any] = {}
     for ending, word in _HYPERPARAMETER_PATTERNS:
-        values = {value for path, value in said.items() if re.search(ending, path)}
+        values = {value for path, value in numbers.items() if re.search(ending, path)}
         if len(values) == 1:
             found[word] = values.pop()
-    betas = [{v for path, v in said.items() if re.search(rf"scale_by_(adam|lion)\.{b}$", path)} for b in ("b1", "b2")]
+    betas = [
+        {v for path, v in numbers.items() if re.search(rf"scale_by_(adam|lion)\.{b}$", path)} for b in ("b1", "b2")
+    ]
     if all(len(each) == 1 for each in betas):
         found["betas"] = [each.pop() for each in betas]
-    rates = {-value for path, value in said.items() if re.search(r"\.scale\.step_size$", path)}
+    rates = {-value for path, value in numbers.items() if re.search(r"\.scale\.step_size$", path)}
     if len(rates) == 1:
         found["learning_rate"] = rates.pop()
     return found
 
 
-def _has_decoupled_decay(said: Mapping[str, Any]) -> bool:
+def _has_decoupled_decay(numbers: Mapping[str, Any]) -> bool:
     """Return whether the decay follows Adam in the chain, as in AdamW, instead of preceding it."""
-    paths = list(said)
+    paths = list(numbers)
     adam = next((n for n, path in enumerate(paths) if "scale_by_adam." in path), None)
     decay = next((n for n, path in enumerate(paths) if "add_decayed_weights." in path), None)
     return adam is not None and decay is not None and decay > adam
 
 
-def _has_other_value(said: Mapping[str, Any], ending: str, plain: Any) -> bool:
-    return any(value != plain for path, value in said.items() if re.search(ending, path))
+def _has_other_value(numbers: Mapping[str, Any], ending: str, plain: Any) -> bool:
+    return any(value != plain for path, value in numbers.items() if re.search(ending, path))
 
 
 def _split_optimizer(optimizer: Any) -> tuple[Any, Any]:

@@ -14,8 +14,8 @@ from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import cast_arguments, matmul_precision
 from polyamp_jax.models.libraries import ACCEPTED_MODELS, is_model
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
+from polyamp_jax.precision.interpreter.evaluation import evaluate
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.op_list import check_policy

@@ -241,7 +241,9 @@ def place_gradients(values: Any, state: JaxState) -> Any:
     """Place gradients like the parameters, if the layout is known."""
     if state.layout is None:
         return values
-    return jax.tree.unflatten(jax.tree.structure(state.params), state.layout.kept(leaves_like(values, state.params)))
+    return jax.tree.unflatten(
+        jax.tree.structure(state.params), state.layout.keep_shardings(leaves_like(values, state.params))
+    )
 
 
 def _shards_by_array(batch: Any, shards: tuple[int, ...]) -> dict[int, int]:

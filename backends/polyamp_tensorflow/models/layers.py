@@ -175,12 +175,14 @@ class StructureSnapshot:
     def __init__(self, model: Any) -> None:
         self._modules = list_layers(model)
         self._layers = [module.layer for module in self._modules]
-        self._members = list(self._now())
+        self._members = list(self._current_members())
         self._before = [(list(tracked_layers(layer)), list(own_trainable_variables(layer))) for layer in self._layers]
 
     def changed(self) -> str | None:
         """Return the start of a sentence that names the first changed layer; None if nothing changed."""
-        if all(map(operator.is_, self._now(), self._members)):  # by identity; the end mark detects another length
+        if all(
+            map(operator.is_, self._current_members(), self._members)
+        ):  # by identity; the end mark detects another length
             return None
         for module, before in zip(self._modules, self._before, strict=True):
             now = (tracked_layers(module.layer), own_trainable_variables(module.layer))
@@ -189,7 +191,7 @@ class StructureSnapshot:
                     return f"layer {module.path!r} has other {word}" if module.path else f"the model has other {word}"
         return None
 
-    def _now(self) -> Iterator[Any]:
+    def _current_members(self) -> Iterator[Any]:
         """Iterate over all layers and weights at C speed, since every step compares them."""
         layers, weights = map(tracked_layers, self._layers), map(own_trainable_variables, self._layers)
         return itertools.chain(itertools.chain.from_iterable(itertools.chain(layers, weights)), (_END,))

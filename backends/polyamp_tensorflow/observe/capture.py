@@ -55,9 +55,9 @@ def capture_pass(state: Any, loss_fn: LossFunction, batch: Any, on_capture: Capt
     scale = float(state.scale_state.scale) if state.recipe.loss_scaler.scales else 1.0
     replicas = len(state.strategy.extended.worker_devices) if has_several_replicas(state.strategy) else 1
     parts = ReplicaOutputs(on_capture, replicas, rows_per_replica(batch, replicas))
-    operations = OpDtypeRecorder(wanted=int(state.step) == 0)
+    operations = OpDtypeRecorder(enabled=int(state.step) == 0)
     probes = OutputProbes(parts.on_capture, scale, operations)
-    with _preserve_state(state), _run_eagerly(), probes.inside(model, holds.paths), _explain_float64_errors(state):
+    with _preserve_state(state), _run_eagerly(), probes.install(model, holds.paths), _explain_float64_errors(state):
         run = state.backend.value_and_grad(probes.wrap_loss(loss_fn, model), compile=False)
         result, (gradients,) = run([state], batch)
     parts.finish()
@@ -150,7 +150,7 @@ class OutputProbes:
         self._calls: Counter[tuple[int, str]] = Counter()
         self._forward: set[int] = set()  # the replicas that are in loss_fn
 
-    def inside(self, model: Any, paths: Mapping[int, str]) -> contextlib.AbstractContextManager[None]:
+    def install(self, model: Any, paths: Mapping[int, str]) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that adds a probe to the `call` of every layer of a model. `paths` are by layer id.
 
         Cells of a recurrent layer get no probe, since Keras calls them an unspecified number of times.
@@ -162,7 +162,7 @@ class OutputProbes:
 
         def probe(module: LayerEntry) -> tuple[Any, Callable[..., Any]]:
             layer, path = module.layer, paths.get(id(module.layer), module.stable_path)
-            return layer, self._wrap_call(self._operations.inside(layer, path), path, takes=id(layer) not in holders)
+            return layer, self._wrap_call(self._operations.wrap_call(layer, path), path, takes=id(layer) not in holders)
 
         return replace_calls(map(probe, shown))
 

@@ -199,7 +199,7 @@ class _Splice:
             for part in self._weights(file, start, end):
                 self._sum = zlib.crc32(part, self._sum) if self._archive.member else 0
                 yield part
-            yield from self._listed(file) if self._archive.member else _read_range(file, end, None)
+            yield from self._central_directory(file) if self._archive.member else _read_range(file, end, None)
 
     def _weights(self, file: Any, start: int, end: int) -> Iterator[bytes | memoryview]:
         for place, given in self._pieces:
@@ -214,7 +214,7 @@ class _Splice:
         with self._archive.path.open("rb") as file:
             return file.read(place) + struct.pack("<L", self._sum)
 
-    def _listed(self, file: Any) -> Iterator[bytes]:
+    def _central_directory(self, file: Any) -> Iterator[bytes]:
         """Yield the bytes after the weights of an archive, with the new checksum in the central directory."""
         with zipfile.ZipFile(self._archive.path) as archive:
             place = archive.start_dir

@@ -70,10 +70,12 @@ class KerasInventory:
             refuse_modified_kernel(module.layer, module.path)
             parts, custom = self._parts(module)
             for part in parts:
-                inner.update(id(layer) for layer in part.inside)
+                inner.update(id(layer) for layer in part.inner_layers)
                 path = "/".join(name for name in (module.stable_path, part.suffix) if name)
-                if part.inside and part.suffix:  # a bidirectional layer's half is identified by position, not by name
-                    self.paths[id(part.inside[0])] = path
+                if (
+                    part.inner_layers and part.suffix
+                ):  # a bidirectional layer's half is identified by position, not by name
+                    self.paths[id(part.inner_layers[0])] = path
                 owner = part.owner or module.layer
                 lines = {} if custom else attribute_lines(owner, part.form, spellings[id(owner)])
                 yield self._layer(path, part, class_name(module.layer), lines)
@@ -204,7 +206,7 @@ def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
         for item in inner_layers(layer)
         if any(id(native_variable(variable)) in keys for variable in own_variables(item).values())
     ]
-    return LayerRecord(form, arrays, inside=tuple(covered))
+    return LayerRecord(form, arrays, inner_layers=tuple(covered))
 
 
 def _set_flatten_channels(listed: list[NativeLayer], model: Any) -> list[NativeLayer]:

@@ -246,7 +246,7 @@ class RunningState:
 
     def find_writes(self) -> None:
         """Find the parameters that the pass wrote; `values_before` includes them from then on."""
-        self._writes = self._tracker.found()
+        self._writes = self._tracker.find_writes()
 
     def values_before(self, *, with_rng: bool) -> dict[str, Any]:
         """Return the values before the pass, those of the random streams only if `with_rng`."""

@@ -348,7 +348,7 @@ def _read_attribute(own: Any, module: Any, name: str) -> Any:
         return functools.partial(dispatch_method(getattr(own, name), step, _binding_of, _run_method), module)
     if kind == "property" and has_computed_arrays(value):
         return _run_method(module, route.to(step, kind), (), {})
-    return _binding_of(module).engine.computed(route, value) if kind in ("value", "property") else value
+    return _binding_of(module).engine.with_compute_dtype(route, value) if kind in ("value", "property") else value
 
 
 def _missing_attribute(own: Any, module: Any, name: str) -> Any:

@@ -92,7 +92,7 @@ class NnxAdapter(ModelAdapter):
             output = function(*args, **kwargs)
         for _, module in walk_modules(model):
             object.__setattr__(module, "__class__", native_class(type(module)))
-        now, changed = split_nnx_model(model, self.known, running.draws)
+        now, changed = split_nnx_model(model, self.roles, running.draws)
         return output, changed._replace(written=find_writes(params, now))
 
     def draws(self, route: ModulePath, view: Any, names: Collection[str], args: Any, kwargs: Any) -> bool:
@@ -100,7 +100,7 @@ class NnxAdapter(ModelAdapter):
         return has_argument(function, "rngs") and not is_argument_given(function, "rngs", args, kwargs)
 
     @property
-    def known(self) -> Mapping[Any, str]:
+    def roles(self) -> Mapping[Any, str]:
         """Mapping from the path of each variable of the model to its role in the state."""
         return dict(self.paths)
 
@@ -285,7 +285,7 @@ def _read_attribute(own: Any, module: Any, name: str) -> Any:
     if kind in ("module", "container"):
         return value if binding.native is None else _bind_shared_value(value, binding.engine, binding.route, step)
     if binding is not NO_BINDING and _has_parameters(value):
-        return binding.engine.computed(route, value)
+        return binding.engine.with_compute_dtype(route, value)
     return value
 
 

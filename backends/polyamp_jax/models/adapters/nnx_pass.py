@@ -64,11 +64,11 @@ def variable_roles(model: Any) -> dict[VariablePath, str]:
     return {path: group for group, state in groups for path, _ in nnx.to_flat_state(state)}
 
 
-def split_nnx_model(model: Any, known: Mapping[VariablePath, str], draws: Any) -> tuple[Any, RunningState]:
+def split_nnx_model(model: Any, roles: Mapping[VariablePath, str], draws: Any) -> tuple[Any, RunningState]:
     """Split a model with native classes into its parameters and its running state within a pass."""
 
     def of(group: str) -> Any:
-        return lambda path, _: known.get(tuple(path)) == group
+        return lambda path, _: roles.get(tuple(path)) == group
 
     graphdef, params, streams, state, collected = nnx.split(
         model, of(PARAMETER_VARIABLES), of(STREAM_VARIABLES), of(STEP_VARIABLES), ...
@@ -107,7 +107,7 @@ class NnxPass(ModelPass):
     def __init__(self, adapter: Any, model: Any, params: Any, masters: Any, running: RunningState) -> None:
         super().__init__(adapter, params, masters, running)
         self._graph = NnxGraph(adapter.graphdef.value)
-        self._known: Mapping[VariablePath, str] = adapter.known
+        self._roles: Mapping[VariablePath, str] = adapter.roles
         self._model = model
         self._start = running
         self._casts: Any = None
@@ -174,7 +174,7 @@ class NnxPass(ModelPass):
             if changed:
                 nnx.update(self._model, nest_values(changed))
 
-    def computed(self, route: ModulePath) -> Any:
+    def compute_part(self, route: ModulePath) -> Any:
         if self._params is self._masters:
             with native_classes(self._model):
                 return route.resolve(self._model)
@@ -187,7 +187,7 @@ class NnxPass(ModelPass):
     def _split(self) -> tuple[Any, RunningState]:
         with native_classes(self._model):
             self._take_casts()
-            params, running = split_nnx_model(self._model, self._known, self._start.draws)
+            params, running = split_nnx_model(self._model, self._roles, self._start.draws)
         if not _has_same_structure(params, self._masters):
             raise TraceError(
                 "a parameter was taken out of the model in loss_fn, or put there under another name. The optimizer has "
@@ -210,7 +210,7 @@ class NnxPass(ModelPass):
         state, collected, _ = running.statistics
         found = dict(nnx.to_flat_state(collected))
         for tree, group in ((state, STEP_VARIABLES), (running.streams, STREAM_VARIABLES)):
-            for path, own in self._known.items():
+            for path, own in self._roles.items():
                 if own == group and (place := _value_at_path(tree, path)) is not None:
                     found[path] = place[0]
         return found
@@ -230,7 +230,7 @@ class NnxPass(ModelPass):
     def _check_made_of(self, after: RunningState, route: ModulePath) -> None:
         if NnxGraph(nnx.graphdef(self._model)) == after.statistics.graph:
             return
-        params, now = split_nnx_model(self._model, self._known, self._start.draws)
+        params, now = split_nnx_model(self._model, self._roles, self._start.draws)
         if _model_graph(merge_nnx_model(params, now)) != _model_graph(merge_nnx_model(params, after)):
             raise TraceError(
                 f"{route}(...) changes what the model is made of, such as a setting of its layers, and not only the "
@@ -257,7 +257,7 @@ class NnxPass(ModelPass):
                     "derive its class from nnx.Intermediate, whose variables live for one pass; or create it before "
                     "polyamp.init."
                 )
-        for path, group in self._known.items():
+        for path, group in self._roles.items():
             tree = now.streams if group == STREAM_VARIABLES else now.statistics.state
             if group != PARAMETER_VARIABLES and _value_at_path(tree, path) is None:
                 raise TraceError(
@@ -278,7 +278,7 @@ class NnxPass(ModelPass):
             return
         casts = _parameter_arrays(self._casts)
         if written := find_writes(self._cast_params, casts):
-            params, _ = split_nnx_model(self._model, self._known, self._start.draws)
+            params, _ = split_nnx_model(self._model, self._roles, self._start.draws)
             masters = writes_on_masters(conform_writes(written, self._cast_params), self._cast_params, params)
             nnx.update(self._model, nest_writes(params, masters))
             self._cast_params = casts

@@ -272,13 +272,13 @@ class Interpreter:
             arrays = [v.array() for v in operands]
         else:
             arrays = [v.array(chosen if v.castable else None, note) for v in operands]
-        out = self._bound(eqn, name, operands, arrays, chosen)
+        out = self._bind(eqn, name, operands, arrays, chosen)
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
         traits = _result_traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")
         return [program_value(array, var.aval, traits) for var, array in zip(eqn.outvars, out, strict=True)]
 
-    def _bound(
+    def _bind(
         self, eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue], arrays: list[Any], chosen: Any
     ) -> list[Any]:
         """Return the results of an operation on arrays in the chosen dtypes."""

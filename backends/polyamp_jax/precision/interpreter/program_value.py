@@ -125,13 +125,13 @@ class ProgramValue:
                 self._casts[dtype] = made
         return made
 
-    def inside(self, array: Any) -> ProgramValue:
+    def with_array(self, array: Any) -> ProgramValue:
         """Return this value for an inner function, with `array` instead of its own. Casts are made again there."""
         return ProgramValue(array, self.declared, self.traits, self.constant)
 
-    def widen_inside(self, array: Any) -> ProgramValue:
+    def with_float32_array(self, array: Any) -> ProgramValue:
         """Return this 16-bit value for an inner function that receives `array`, its float32 copy."""
-        made = self.inside(jax.lax.convert_element_type(array, self._array.dtype))
+        made = self.with_array(jax.lax.convert_element_type(array, self._array.dtype))
         made._casts[FLOAT32] = array
         return made
 

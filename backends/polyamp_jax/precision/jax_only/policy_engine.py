@@ -29,8 +29,8 @@ from polyamp_jax.models.parameter_writes import conform_writes, drop_unchanged_w
 from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params, module_dtype, module_dtypes
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
+from polyamp_jax.precision.interpreter.evaluation import evaluate
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.tracing import FunctionTrace, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_regions, region_plan
 
@@ -146,14 +146,14 @@ class PolicyEngine:
         masters = self.parameters
         return self.adapter.tree(part, route, masters, self.start)
 
-    def computed(self, route: ModulePath, value: Any) -> Any:
+    def with_compute_dtype(self, route: ModulePath, value: Any) -> Any:
         """Return `value`, found at `route`, with the parameters that the model computes with.
 
         For an equinox module this is a value that the module at `route` has.
         """
         current = self._current_pass()
         if self.adapter.is_mutable:
-            return current.computed(route)
+            return current.compute_part(route)
         if self.params is self.masters:
             return value
         dtype = module_dtype(route.path, self.adapter, self.plan)
@@ -346,7 +346,7 @@ def _call_model(
     copies = objects.rebuild(inputs.objects)
     args, kwargs = insert_objects(inputs.args, inputs.kwargs, copies)
     output, running = adapter.call(inputs._replace(args=args, kwargs=kwargs), casts, route)
-    return output, running, objects.changed(copies, inputs.objects)
+    return output, running, objects.changed_arrays(copies, inputs.objects)
 
 
 class NativePolicyEngine(PolicyEngine):

@@ -40,7 +40,7 @@ class OptaxExtraArguments(NamedTuple):
 NO_EXTRA_ARGUMENTS: Final = OptaxExtraArguments(None, None)
 
 
-def update_with_extra(run: Any, grads: Any, opt_state: Any, params: Any, asked: OptaxExtraArguments) -> tuple[Any, Any]:
+def update_with_extra(run: Any, grads: Any, opt_state: Any, params: Any, extra: OptaxExtraArguments) -> tuple[Any, Any]:
     """Run `run.update(grads, opt_state, params)` with the extra arguments that it accepts.
 
     Args:
@@ -48,21 +48,21 @@ def update_with_extra(run: Any, grads: Any, opt_state: Any, params: Any, asked: 
         grads: float32 gradients like the parameters, zeros for a parameter without one.
         opt_state: the transformation's state.
         params: the parameters, in float32 at least.
-        asked: the available extra arguments.
+        extra: the available extra arguments.
 
     Raises:
         GradientError: the transformation needs the value of the loss, which is unknown.
     """
     given = {}
-    if asked.value is not None:
-        given["value"] = jnp.asarray(asked.value, jnp.float32)
-    if asked.grad is not None:
-        given["grad"] = jax.tree.map(lambda g, own: jnp.zeros_like(g) if own is None else own, grads, asked.grad)
+    if extra.value is not None:
+        given["value"] = jnp.asarray(extra.value, jnp.float32)
+    if extra.grad is not None:
+        given["grad"] = jax.tree.map(lambda g, own: jnp.zeros_like(g) if own is None else own, grads, extra.grad)
     taken = _accepted_arguments(run)
     try:
         updates, state = run.update(grads, opt_state, params, **{name: given[name] for name in taken if name in given})
     except TypeError as error:
-        if asked.value is None and "value" in _missing_arguments(error):
+        if extra.value is None and "value" in _missing_arguments(error):
             raise GradientError(
                 f"the optimizer ({_failed_function_name(error)}) asks for the value of the loss, which these gradients "
                 "do not hold: Gradients.loss is None. Change the gradients that value_and_grad returned with "

@@ -34,21 +34,21 @@ _WRAPPER_VARIABLES: Final = 4
 """Keras's variables before the inner optimizer's: an unused count and learning rate, good steps, scale."""
 
 
-def pop_inner_optimizer(given: Any, options: dict[str, Any]) -> Any:
+def pop_inner_optimizer(optimizer: Any, options: dict[str, Any]) -> Any:
     """Return the optimizer to wrap, which may be in `options` by its older name; remove it there.
 
     Raises:
         RecipeError: no optimizer, or two.
     """
     by_name = options.pop("optimizer", None)
-    if given is not None and by_name is not None:
+    if optimizer is not None and by_name is not None:
         raise RecipeError("LossScaleOptimizer wraps one optimizer. Received: inner_optimizer and optimizer=.")
-    if given is None and by_name is None:
+    if optimizer is None and by_name is None:
         raise RecipeError(
             "LossScaleOptimizer needs an inner_optimizer: a Keras optimizer or one of polyamp's specs. Received: none. "
             "Write LossScaleOptimizer(keras.optimizers.Adam(1e-3))."
         )
-    return by_name if given is None else given
+    return by_name if optimizer is None else optimizer
 
 
 def check_scaler_options(options: dict[str, Any]) -> None:

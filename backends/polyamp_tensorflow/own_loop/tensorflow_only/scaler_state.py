@@ -63,7 +63,7 @@ class ApplyCall(NamedTuple):
         state: its variables.
         share: share of this call's micro-batch; None if its weight is 1.
         variables: the variables with a gradient in this call; with accumulation, all.
-        every: all variables of the call.
+        all_variables: all variables of the call.
         unused: those whose gradient is None.
     """
 
@@ -71,7 +71,7 @@ class ApplyCall(NamedTuple):
     state: ScalerState
     share: MicroBatchShare | None
     variables: list[Any]
-    every: list[Any]
+    all_variables: list[Any]
     unused: list[Any]
 
 
