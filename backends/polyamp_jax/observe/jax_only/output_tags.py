@@ -24,7 +24,7 @@ from polyamp_jax import compat
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.observe.jax_only.library_observer import loaded_observers
-from polyamp_jax.precision.interpreter.tags import TAG_PRIMITIVE, tag
+from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE, tag
 
 _INLINE_PRIMITIVES: Final = ("call", "closed_call", "jit", "remat")
 """Primitives that run one inner jaxpr once."""

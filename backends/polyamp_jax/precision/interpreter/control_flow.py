@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter import program_analysis
 from polyamp_jax.precision.interpreter.interpreter import Interpreter, StructureRule, program_value
-from polyamp_jax.precision.interpreter.products import neutral_precision
+from polyamp_jax.precision.interpreter.matrix_products import neutral_precision
 from polyamp_jax.precision.interpreter.program_value import CASTABLE_DTYPES, FLOAT32, ProgramValue, ValueTraits
 from polyamp_jax.precision.interpreter.tracing import trace_function
 

@@ -18,7 +18,7 @@ from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import Interpreter, InterpreterSettings, program_value
-from polyamp_jax.precision.interpreter.products import default_precision
+from polyamp_jax.precision.interpreter.matrix_products import default_precision
 from polyamp_jax.precision.interpreter.program_value import ValueTraits
 from polyamp_jax.precision.interpreter.tracing import FunctionTrace, trace_function
 from polyamp_jax.precision.op_list import registered_count

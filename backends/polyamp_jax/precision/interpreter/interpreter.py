@@ -18,7 +18,7 @@ import numpy as np
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import products, program_analysis, tags
+from polyamp_jax.precision.interpreter import matrix_products, program_analysis, tag_primitive
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.program_analysis import PrecisionNeed
 from polyamp_jax.precision.interpreter.program_value import (
@@ -126,7 +126,7 @@ class Interpreter:
             values: values of its inputs.
             output_needs: precision needs of its first outputs.
         """
-        jaxpr, marked, marked_last = tags.strip_tags(jaxpr)
+        jaxpr, marked, marked_last = tag_primitive.strip_tags(jaxpr)
         known: dict[compat.Var, ProgramValue] = {}
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             known[var] = program_value(array, var.aval, ValueTraits(leaf=True, rank=np.ndim(array)))
@@ -144,7 +144,7 @@ class Interpreter:
 
         def show(index: int) -> None:
             for var, params in marked.get(index, ()):
-                known[var] = known[var].tag(tags.TAG_PRIMITIVE, params)
+                known[var] = known[var].tag(tag_primitive.TAG_PRIMITIVE, params)
 
         show(-1)
         for index, eqn in enumerate(jaxpr.eqns):
@@ -219,14 +219,14 @@ class Interpreter:
             return ("follow" if rule == "follow" else "promote"), "off"
         if dtype == FLOAT32:
             return FLOAT32, reason or rule
-        if products.has_explicit_precision(eqn):
+        if matrix_products.has_explicit_precision(eqn):
             return "opaque", "precision"
         if rule == "compute":
-            if not products.can_run_narrow(eqn, operands):
+            if not matrix_products.can_run_narrow(eqn, operands):
                 return "opaque", "opaque"
-            if products.is_multiplication(eqn):
+            if matrix_products.is_multiplication(eqn):
                 return "promote", "promote (outer product)"
-            if products.is_inner_product(eqn):
+            if matrix_products.is_inner_product(eqn):
                 return FLOAT32, "float32 (inner product)"
             return dtype, reason or rule
         if rule == "float32":
@@ -291,7 +291,7 @@ class Interpreter:
             and program_analysis.is_indexed_read(eqn)
         ):
             return [_read_indexed(eqn, operands[0], arrays)]
-        return compat.bind_equation(eqn, arrays, products.equation_parameters(eqn, chosen, arrays, self.default))
+        return compat.bind_equation(eqn, arrays, matrix_products.equation_parameters(eqn, chosen, arrays, self.default))
 
     def _convert(self, eqn: compat.JaxprEqn, value: ProgramValue, *, is_single_use: bool) -> ProgramValue:
         """Evaluate `convert_element_type`. The program's own casts between float dtypes are kept, with two exceptions.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import tags
+from polyamp_jax.precision.interpreter import tag_primitive
 from polyamp_jax.precision.op_list import (
     INDEXED_READS,
     MOVES,
@@ -64,7 +64,7 @@ def analyze_program(
         output_needs: the needs of its outputs.
         logarithms: names of the primitives that need a float32 operand.
     """
-    jaxpr = tags.strip_tags(jaxpr).jaxpr
+    jaxpr = tag_primitive.strip_tags(jaxpr).jaxpr
     kept = _analyses.setdefault(jaxpr, {})
     key = (tuple(output_needs), logarithms)
     found = kept.get(key)
@@ -115,7 +115,7 @@ def loop_output_needs(
 
 def indexed_inputs(jaxpr: compat.Jaxpr) -> frozenset[int]:
     """Return the indices of the inputs from which the program reads rows at computed indices."""
-    jaxpr = tags.strip_tags(jaxpr).jaxpr
+    jaxpr = tag_primitive.strip_tags(jaxpr).jaxpr
     found = _read_inputs.get(jaxpr)
     if found is None:
         read: set[Any] = set()

@@ -12,7 +12,7 @@ import jax
 from polyamp.errors import TraceError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
-from polyamp_jax.precision.interpreter.products import neutral_precision
+from polyamp_jax.precision.interpreter.matrix_products import neutral_precision
 
 KEEP_SCOPE: Final = "keep_precision"
 """Name of the scope in which operations run in their declared dtypes."""
