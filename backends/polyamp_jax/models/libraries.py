@@ -1,8 +1,8 @@
 """Registration table of the JAX libraries whose models are accepted, and the lookup of a model's library.
 
-The code of a library is in the file of its name in `models/adapters`, `porting/libraries` and `observe/libraries`. Such
-a file imports the library. It is loaded only if the user's program has imported the library, so that polyamp itself
-imports none.
+The code of a library is in the file of its name in `models/adapters`, `porting/libraries` and
+`observe/library_observers`. Such a file imports the library. It is loaded only if the user's program has imported the
+library, so that polyamp itself imports none.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
 
 
 class LibraryObserver:
-    """Observer of one library, in its file in `libraries`. The defaults are those of models that are only arrays."""
+    """Observer of one library, in its file in `library_observers`. Its defaults are for models that are only arrays."""
 
     def disable_dropout(self, stack: contextlib.ExitStack) -> None:
         """Turn the library's dropout off until `stack` closes."""
@@ -47,14 +47,14 @@ class LibraryObserver:
 def observer_of(model: Any) -> LibraryObserver:
     """Return the observer of a model's library."""
     library: Any = library_of(model)
-    found: LibraryObserver = library.file_in("observe.libraries").OBSERVER
+    found: LibraryObserver = library.file_in("observe.library_observers").OBSERVER
     return found
 
 
 def loaded_observers() -> list[LibraryObserver]:
     """Return the observers of the libraries that the program has imported."""
     loaded = [library for library in LIBRARIES if compat.loaded_module(library.module) is not None]
-    return [library.file_in("observe.libraries").OBSERVER for library in loaded]
+    return [library.file_in("observe.library_observers").OBSERVER for library in loaded]
 
 
 def float64_leaf(leaf: Any) -> Any:

@@ -25,7 +25,7 @@ ROWS = [*LIBRARIES, FUNCTIONS]
 def test_each_library_has_its_file_in_each_room(library: Library) -> None:
     functions = [name for name in vars(PortingLibrary) if not name.startswith("_")]
     assert [name for name in functions if not callable(getattr(library.file_in("porting.libraries"), name, None))] == []
-    assert isinstance(library.file_in("observe.libraries").OBSERVER, LibraryObserver)
+    assert isinstance(library.file_in("observe.library_observers").OBSERVER, LibraryObserver)
     assert callable(library.file_in("models.adapters").split_model)
 
 
