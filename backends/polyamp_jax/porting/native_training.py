@@ -61,7 +61,7 @@ class JaxTraining:
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
         self._parts = adapt(model)
-        self._fields = scaler_fields(loss_scaler)
+        self._fields = _scaler_fields(loss_scaler)
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, scaler: Any) -> JaxTraining:
@@ -238,7 +238,7 @@ class ScalerFields(NamedTuple):
     replace: Callable[[Mapping[str, float]], Any]
 
 
-def scaler_fields(scaler: Any) -> ScalerFields | None:
+def _scaler_fields(scaler: Any) -> ScalerFields | None:
     """Return the fields of a loss scale; None if there is none, or if it does not scale.
 
     Raises:
@@ -246,7 +246,7 @@ def scaler_fields(scaler: Any) -> ScalerFields | None:
 
     Example:
         >>> from flax.training.dynamic_scale import DynamicScale
-        >>> found = scaler_fields(DynamicScale(growth_interval=10, scale=1024.0, fin_steps=3))
+        >>> found = _scaler_fields(DynamicScale(growth_interval=10, scale=1024.0, fin_steps=3))
         >>> found.preset, found.constants["growth_interval"], int(found.state["good_steps"])
         ('flax', 10, 3)
     """

@@ -53,13 +53,12 @@ class OptaxEntries:
         return "sgd" if not kinds else kinds[0] if len(kinds) == 1 else ""
 
 
-def inspect_optax_state(opt_state: Any, parameters: Sequence[str], prefix: str = "optimizer") -> OptaxEntries:
+def inspect_optax_state(opt_state: Any, parameters: Sequence[str]) -> OptaxEntries:
     """Return the entries of an optax state.
 
     Args:
         opt_state: the state.
         parameters: paths of the parameters, in the order of their leaves.
-        prefix: prefix of the names of its arrays.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -68,7 +67,7 @@ def inspect_optax_state(opt_state: Any, parameters: Sequence[str], prefix: str =
         ('adam', {'w': 'optimizer/0/mu/w'}, 'optimizer/0/count')
     """
     found = OptaxEntries()
-    _walk_state(opt_state, prefix, parameters, found)
+    _walk_state(opt_state, "optimizer", parameters, found)
     for slot, names in found.slots.items():
         if found.kinds.count("adam") > 1 and len(names) != len(set(names.values())):
             found.refused.append(f"several arrays for the {slot} of one parameter")

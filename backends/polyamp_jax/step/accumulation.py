@@ -98,7 +98,7 @@ def _finish_gradients(
         weight = sum(totals.counts)
     scale = active_loss_scale(states[0])
     gradients = [
-        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, weight)
+        Gradients(_place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, weight)
         for own, after, state in zip(values, running, states, strict=True)
     ]
     return loss, gradients
@@ -191,11 +191,11 @@ def _run_micro_batches(
         )
         after = done.running[0]
         unchanged[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
-        carry = (after._replace(statistics=own(after.statistics)), place_gradients(total, state))
+        carry = (after._replace(statistics=own(after.statistics)), _place_gradients(total, state))
         return carry, (done.loss, done.aux, done.weight, list(done.counts))
 
     start = state.running._replace(statistics=own(state.running.statistics))
-    carry = (start, place_gradients(own(jax.tree.map(jnp.zeros_like, widen_parameters(state.params))), state))
+    carry = (start, _place_gradients(own(jax.tree.map(jnp.zeros_like, widen_parameters(state.params))), state))
     shares = [1.0 if weighing.totals is not None else window.weights[run.start] for run, _ in parts]
     outputs = []
     for share, (run, members) in zip(shares, parts, strict=True):
@@ -237,7 +237,7 @@ def _run_micro_batches(
     return PassResult(loss, aux, [total], [running], weight, every)
 
 
-def place_gradients(values: Any, state: JaxState) -> Any:
+def _place_gradients(values: Any, state: JaxState) -> Any:
     """Place gradients like the parameters, if the layout is known."""
     if state.layout is None:
         return values

@@ -67,7 +67,7 @@ def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
         )
     kept = _ModelSnapshot(model, wide=wide)
     try:
-        with _filter_tensorflow_log(), kept.scope(), float64_variables(model) if wide else contextlib.nullcontext():
+        with _filter_tensorflow_log(), kept.scope(), _float64_variables(model) if wide else contextlib.nullcontext():
             mode = TRAINING_MODE.set(not inference)
             try:
                 yield model
@@ -106,7 +106,7 @@ class _ModelSnapshot:
         self._strategies = {
             id(read_keras_model): read_keras_model
             for item in variables
-            if (read_keras_model := variable_strategy(native_variable(item))) is not None
+            if (read_keras_model := _variable_strategy(native_variable(item))) is not None
         }
         self._attributes = [(module.layer, dict(vars(module.layer))) for module in list_layers(model)]
         self._losses = [(layer, name, list(own[name])) for layer, own in self._attributes for name in LOSS_ATTRIBUTES]
@@ -140,13 +140,13 @@ def _variables(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def variable_strategy(variable: Any) -> Any:
+def _variable_strategy(variable: Any) -> Any:
     """Return the strategy of a variable that has copies on replicas; None for a variable without copies."""
     return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None
 
 
 @contextlib.contextmanager
-def float64_variables(model: Any) -> Iterator[None]:
+def _float64_variables(model: Any) -> Iterator[None]:
     """Context manager that replaces a Keras model's variables by float64 ones, and sets its layers' dtypes and Keras's
     `floatx` to float64. On exit the model has its own variables again, unchanged.
 

@@ -148,7 +148,7 @@ class EquinoxAdapter(ModelAdapter):
 
     def bind(self, engine: Any) -> Any:
         find_engine = weakref.ref(engine) if engine.native is None else lambda: engine
-        engine.root = bind_module(self.view(engine.masters, engine.start), find_engine)
+        engine.root = _bind_module(self.view(engine.masters, engine.start), find_engine)
         return engine.root
 
     def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
@@ -243,7 +243,7 @@ def _is_index(value: Any) -> bool:
 _BINDING_ATTRIBUTE = "_polyamp_place"
 
 
-def bind_module(model: Any, find_engine: Callable[[], ModuleEngine | None]) -> Any:
+def _bind_module(model: Any, find_engine: Callable[[], ModuleEngine | None]) -> Any:
     """Return a copy of a native module in which every module is bound."""
 
     def bound(node: Any, route: ModulePath) -> Any:
@@ -253,7 +253,7 @@ def bind_module(model: Any, find_engine: Callable[[], ModuleEngine | None]) -> A
     return bound(model, ROOT_PATH)
 
 
-def native_module(model: Any) -> Any:
+def _native_module(model: Any) -> Any:
     """Return a proxy as an instance of the user's own class."""
 
     def plain(node: Any, route: ModulePath) -> Any:
@@ -267,7 +267,7 @@ def _binding_of(module: Any) -> Any:
     return vars(module).get(_BINDING_ATTRIBUTE)
 
 
-def is_module_copy(module: Any) -> bool:
+def _is_module_copy(module: Any) -> bool:
     """Return whether a proxy is a copy of the model's module rather than that module itself."""
     binding = _binding_of(module)
     engine = binding.find_engine()
@@ -333,7 +333,7 @@ def _proxy_class(kind: Any) -> type:
 
 def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
     return _binding_of(module).engine.call(
-        route, args, kwargs, native_module(module) if is_module_copy(module) else None
+        route, args, kwargs, _native_module(module) if _is_module_copy(module) else None
     )
 
 
@@ -342,7 +342,7 @@ def _read_attribute(own: Any, module: Any, name: str) -> Any:
     route, step = _binding_of(module).route, PathStep(name, True)
     definition = inspect.getattr_static(own, name, None)
     is_property = name not in vars(module) and isinstance(definition, property | functools.cached_property)
-    value = getattr(native_module(module), name) if is_property else own.__getattribute__(module, name)
+    value = getattr(_native_module(module), name) if is_property else own.__getattribute__(module, name)
     kind = path_kind(module, step, value, eqx.Module)
     if kind == "method":
         return functools.partial(dispatch_method(getattr(own, name), step, _binding_of, _run_method), module)
@@ -363,9 +363,9 @@ def _missing_attribute(own: Any, module: Any, name: str) -> Any:
         raise AttributeError(name)
     binding = _binding_of(module)
     if name == "params":
-        if is_module_copy(module):
-            return eqx.filter(native_module(module), eqx.is_inexact_array)
-        return _binding_of(module).engine.params_of(native_module(module), binding.route)
+        if _is_module_copy(module):
+            return eqx.filter(_native_module(module), eqx.is_inexact_array)
+        return _binding_of(module).engine.params_of(_native_module(module), binding.route)
     if name == "state" and binding.route == ROOT_PATH and (state := _binding_of(module).engine.state()) is not None:
         return state
     raise AttributeError(missing_attribute_message(module, binding.route, name))

@@ -4,8 +4,8 @@ A proxy (S29) is a real nnx module, so flax's own functions accept it. Its class
 
 - `__call__`, methods and properties that the user's class defines go through the engine, by the module's path.
 - `__getattribute__` returns everything else unchanged.
-- In a step, `bind_module` changes the classes of the modules in the pass's own view.
-- Outside of a step, `bind_shared_module` makes a proxy that shares the attributes of the user's model.
+- In a step, `_bind_module` changes the classes of the modules in the pass's own view.
+- Outside of a step, `_bind_shared_module` makes a proxy that shares the attributes of the user's model.
 - A copy that `nnx.merge` or a transformation makes has no binding. Calling it raises.
 """
 
@@ -109,8 +109,8 @@ class NnxAdapter(ModelAdapter):
 
     def bind(self, engine: Any) -> Any:
         if engine.native is None:
-            return bind_module(engine.view(), engine)
-        return bind_shared_module(engine.native, engine)
+            return _bind_module(engine.view(), engine)
+        return _bind_shared_module(engine.native, engine)
 
     def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         """Return the parameters that nnx finds in a part. In all parameters a shared one has only one of its paths."""
@@ -179,7 +179,7 @@ _bindings: Final[dict[int, Binding]] = {}
 """Bindings by `id` of the module. They are stored outside the module so that flax's copies do not inherit them."""
 
 
-def bind_module(model: Any, engine: ModuleEngine) -> Any:
+def _bind_module(model: Any, engine: ModuleEngine) -> Any:
     """Bind all modules of `model`, a view that belongs to one pass, and return `model` itself."""
     found = weakref.ref(engine)
     for module, route in [
@@ -191,7 +191,7 @@ def bind_module(model: Any, engine: ModuleEngine) -> Any:
     return model
 
 
-def bind_shared_module(native: Any, engine: ModuleEngine, route: ModulePath = ROOT_PATH) -> Any:
+def _bind_shared_module(native: Any, engine: ModuleEngine, route: ModulePath = ROOT_PATH) -> Any:
     """Return a proxy that shares the attributes of the user's module. A write to one changes both."""
     own: Any = type(native)
     module: Any = object.__new__(_proxy_class(own))
@@ -306,7 +306,7 @@ def _has_parameters(value: Any) -> bool:
 def _bind_shared_value(value: Any, engine: ModuleEngine, outer: ModulePath, step: PathStep) -> Any:
     """Return a value of the user's model with its modules bound, inside the same containers."""
     if isinstance(value, nnx.Module):
-        return value if is_proxy(value) else bind_shared_module(value, engine, outer.to(step, "module"))
+        return value if is_proxy(value) else _bind_shared_module(value, engine, outer.to(step, "module"))
     route = outer.to(step, "container")
     if isinstance(value, Mapping):
         return {key: _bind_shared_value(item, engine, route, PathStep(key, False)) for key, item in value.items()}

@@ -81,7 +81,7 @@ def original_regularizer(regularizer: Any) -> Any:
     return _wrapped_regularizer(regularizer) if type(regularizer) is Float32Regularizer else regularizer
 
 
-def has_own_regularizer(layer: Any) -> bool:
+def _has_own_regularizer(layer: Any) -> bool:
     """Return whether a layer's activity regularizer was set under a policy; it then gets the layer's own dtype."""
     regularizer = getattr(layer, "activity_regularizer", None)
     return regularizer is not None and type(regularizer) is not Float32Regularizer
@@ -112,7 +112,7 @@ def refuse_narrow_losses(add_loss: Callable[..., Any], layer: Any, path: str) ->
 
     def checked_add_loss(loss: Any) -> Any:
         for leaf in keras.tree.flatten(loss):
-            if tf.is_tensor(leaf) and dtype_name(leaf) in HALF_DTYPES and not has_own_regularizer(layer):
+            if tf.is_tensor(leaf) and dtype_name(leaf) in HALF_DTYPES and not _has_own_regularizer(layer):
                 raise LossError(
                     f"{_describe_layer(layer, path)} adds a loss in {dtype_name(leaf)}: what was summed in 16 bits has "
                     "three digits, and losses are computed in float32 (S4). Cast what the loss is made of, as in "
