@@ -25,8 +25,8 @@ from polyamp.rules.refresh import RefreshPlan
 from polyamp_jax import arrays
 from polyamp_jax.arrays import XP, dtype_name, named_leaves
 from polyamp_jax.losses import JaxLosses
-from polyamp_jax.models.library import adapt
-from polyamp_jax.models.random_keys import random_keys
+from polyamp_jax.models.adapter import random_keys
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.own_loop.native_scaler import native_scaler
 from polyamp_jax.precision.autocast import autocast
 from polyamp_jax.precision.autocast import explain as explain_casts
@@ -130,7 +130,7 @@ class JaxBackend:
         """Create a new training state.
 
         Args:
-            model: see `polyamp_jax.models.library.ACCEPTED_MODELS`. Its arrays are copied.
+            model: see `polyamp_jax.models.libraries.ACCEPTED_MODELS`. Its arrays are copied.
             recipe: the recipe.
             **options:
                 `rngs`: the seeds or keys of the model's random streams: by name for linen and for functions (as

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp_jax.precision.interpreter.staging import KEEP_SCOPE
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
 
 
 class JaxLosses:

@@ -32,7 +32,7 @@ from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.refresh import refresh_state
 from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
-from polyamp_tensorflow.step.tensorflow_only import model_losses
+from polyamp_tensorflow.step.tensorflow_only import regularization_losses
 from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.update import update_states
@@ -57,7 +57,7 @@ class TensorFlowBackend:
     autocast = staticmethod(policies.autocast)
     scale_loss = staticmethod(scaling.scale_loss)
     unscale = staticmethod(scaling.unscale)
-    regularization = staticmethod(model_losses.regularization)
+    regularization = staticmethod(regularization_losses.regularization)
     parameters = staticmethod(module_parameters)
     refresh = staticmethod(refresh_state)
 

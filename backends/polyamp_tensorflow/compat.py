@@ -177,7 +177,7 @@ def random_functions() -> dict[str, list[tuple[Any, str]]]:
     look each name up at every call.
 
     "dropout" has the arguments `(x, rate, noise_shape, ...)`; "uniform", "normal" and "truncated" `(shape, ...)` and a
-    `dtype`; "integers" `(shape, ..., minval, maxval)`; "others" return numbers of other distributions.
+    `dtype`; "integers" `(shape, ..., minval, maxval)`; "unsupported" return numbers of other distributions.
     """
     from tensorflow.python.ops import (
         gen_random_ops,
@@ -193,7 +193,7 @@ def random_functions() -> dict[str, list[tuple[Any, str]]]:
         "normal": [(stateful, "random_standard_normal"), (new, "stateless_random_normal_v2")],
         "truncated": [(stateful, "truncated_normal"), (new, "stateless_truncated_normal_v2")],
         "integers": [(stateful, "random_uniform_int"), (new, "stateless_random_uniform_int_v2")],
-        "others": [
+        "unsupported": [
             *((stateful, name) for name in ("multinomial", "random_gamma", "random_poisson_v2", "random_shuffle")),
             *((old, name) for name in ("stateless_multinomial", "stateless_random_binomial")),
             *((old, name) for name in ("stateless_random_poisson", "stateless_parameterized_truncated_normal")),

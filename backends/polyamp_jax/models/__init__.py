@@ -1,1 +1,1 @@
-"""Models of each JAX library, split into parts, called under casts and rebuilt. `library` selects the library."""
+"""Models of each JAX library, split into parts, called under casts and rebuilt. `libraries` selects the library."""

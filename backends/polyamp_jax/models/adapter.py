@@ -1,6 +1,7 @@
-"""Base class of the adapters, which call a model and rebuild it from its parts.
+"""Base class of the adapters, which call a model and rebuild it from its parts; the modules, parameters and random
+streams of a model through its adapter.
 
-Each library's adapter is in its file in `libraries`.
+Each library's adapter is in its file in `adapters`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from polyamp_jax.arrays import path_name
+from polyamp.errors import UnsupportedError
+from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
+from polyamp_jax import compat
+from polyamp_jax.arrays import is_array, is_key, path_name
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.model_pass import ModelPass
 from polyamp_jax.models.module_path import ModulePath
@@ -143,3 +148,54 @@ def describe_kind(value: Any) -> str:
     if type(value) is tuple:
         return f"({', '.join(describe_kind(item) for item in value)})"
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def random_keys(rngs: Any, adapter: ModelAdapter) -> dict[str, jax.Array]:
+    """Return the base keys of a model's random streams, derived from `rngs`.
+
+    Args:
+        rngs: None, a mapping from stream name to seed or key, an `nnx.Rngs`, or a bare seed or key if the adapter has
+            a default stream name.
+
+    Raises:
+        UnsupportedError: something else.
+    """
+    if rngs is None:
+        return {}
+    if compat.is_a(rngs, "flax.nnx", "Rngs"):  # the next keys of its streams; `rngs` is not changed
+        rngs = {name: jax.random.fold_in(stream.key[...], stream.count[...]) for name, stream in rngs.items()}
+    if not isinstance(rngs, Mapping):
+        if adapter.stream is None:
+            raise UnsupportedError(
+                f"rngs must map stream names to seeds or keys, such as rngs={{'dropout': 0}}. Received: rngs={rngs!r}."
+            )
+        rngs = {adapter.stream: rngs}
+    adapter.check_streams(rngs)
+    return {str(name): _random_key(name, seed) for name, seed in rngs.items()}
+
+
+def _random_key(name: Any, seed: Any) -> jax.Array:
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return jax.random.key(seed)
+    if is_key(seed) and seed.shape == ():
+        return seed  # type: ignore[no-any-return]  # is_key says that it is a jax.Array
+    if is_array(seed) and str(seed.dtype) == "uint32" and seed.ndim == 1:
+        return jnp.asarray(seed)
+    raise UnsupportedError(f"rngs[{name!r}] must be an integer seed or one PRNG key. Received: {seed!r}.")
+
+
+def parameter_leaves(parts: ModelParts) -> list[ParameterLeaf]:
+    """Return every parameter, in the order of the leaves, with the class of its owning module if there is one.
+
+    A shared nnx variable has the classes of all modules that own it.
+    """
+    modules = parts.adapter.modules(parts.params, parts.running)
+    shared = parts.adapter.parameter_paths(modules)
+    found = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(parts.params):
+        path = path_name(keys)
+        paths = shared.get(path, (path,))
+        owners = [modules[owner] for each in paths if (owner := each.rpartition("/")[0]) in modules]
+        names = tuple(name for owner in owners for name in class_names(owner))
+        found.append(ParameterLeaf(path, jnp.ndim(leaf), names if owners else None, paths))
+    return found

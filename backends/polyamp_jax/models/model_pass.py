@@ -83,6 +83,6 @@ class ModelPass:
         self._running = after._replace(statistics=after.statistics.state)
         self._view = None
 
-    def computed(self, route: ModulePath) -> Any:
+    def compute_part(self, route: ModulePath) -> Any:
         """Return the object at `route`, with the parameters that a mutable model computes with."""
         raise NotImplementedError  # passes of mutable models define it, and no other is asked

@@ -41,7 +41,7 @@ class ArgumentObjects:
         made: list[Any] = _nnx_module().merge(self.graphdef, arrays)
         return made
 
-    def changed(self, objects: list[Any], arrays: Any) -> Any:
+    def changed_arrays(self, objects: list[Any], arrays: Any) -> Any:
         """Return the arrays of `objects`, which `rebuild` made from `arrays`; None if the call changed none of them."""
         after = _object_arrays(objects)[1]
         return None if is_same_tree(after, arrays) else after

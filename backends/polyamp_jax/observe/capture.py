@@ -1,7 +1,7 @@
 """`PassCapture`: one forward and backward pass of the training step that also returns module outputs and cotangents.
 
 The pass is one compiled function of the state and the batch, traced once per state structure and batch shape. It runs
-the loss as a jaxpr (`tagged_program`) and differentiates it with the step's own code. Each output gets an additional
+the loss as a jaxpr (`output_tags`) and differentiates it with the step's own code. Each output gets an additional
 input of zeros, whose gradient is the output's cotangent.
 """
 
@@ -22,12 +22,19 @@ from polyamp.rules import step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax.arrays import matmul_precision, prepare_batch
 from polyamp_jax.models.module_path import ModulePath
-from polyamp_jax.observe.jax_only import tagged_program
-from polyamp_jax.observe.jax_only.output_tags import TaggingCasts, tag_module_outputs
-from polyamp_jax.observe.jax_only.tagged_calls import call_with_tags, enable_name_scopes
+from polyamp_jax.observe.jax_only.output_tags import (
+    OutputTag,
+    TaggingCasts,
+    call_with_tags,
+    enable_name_scopes,
+    hidden_modules,
+    program_tags,
+    run_with_tap,
+    tag_module_outputs,
+)
 from polyamp_jax.observe.op_dtypes import record_op_dtypes
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step import accumulation, forward_backward
@@ -41,13 +48,13 @@ class PassTraceInfo(NamedTuple):
     """Information about a pass that is known at trace time.
 
     Attributes:
-        shown: (path, what) of the returned arrays in the order of computation, except that a module's input comes
+        captures: (path, what) of the returned arrays in the order of computation, except that a module's input comes
             right before its output.
         operations: the operations that ran, by module.
         hidden_reason: why outputs of submodules are not visible; "" if they are.
     """
 
-    shown: tuple[tuple[str, CaptureKind], ...]
+    captures: tuple[tuple[str, CaptureKind], ...]
     operations: tuple[OperationCount, ...]
     hidden_reason: str
 
@@ -61,14 +68,14 @@ class PassOutputs(NamedTuple):
         cotangents: one per array, unscaled, float32 or wider; None for an input, and where the loss does not depend
             on an output.
         gradients: one per parameter leaf, unscaled, float32 or wider; None where the loss does not depend on it.
-        found: static result with the `PassTraceInfo`.
+        trace_info: static result with the `PassTraceInfo`.
     """
 
     loss: Any
     arrays: list[Any]
     cotangents: list[Any]
     gradients: list[Any]
-    found: StaticResult
+    trace_info: StaticResult
 
 
 class PassCapture:
@@ -110,24 +117,24 @@ class PassCapture:
         traced = jax.make_jaxpr(loss_of)(params, masters)
         if not interpreted:
             record_op_dtypes(traced.jaxpr, recorder)
-        marks = tagged_program.program_tags(traced.jaxpr)
+        marks = program_tags(traced.jaxpr)
 
         def seeing(params: Any, masters: Any, zeros: list[Any]) -> tuple[Any, Any]:
             arrays: list[Any] = []
             left = iter(zeros)
 
-            def tap(mark: tagged_program.OutputTag, value: Any) -> Any:
+            def tap(mark: OutputTag, value: Any) -> Any:
                 arrays.append(value)
                 return _add_cotangent_input(value, next(left)) if mark.what == "output" else value
 
-            scaled, loss = tagged_program.run_with_tap(traced, jax.tree.leaves((params, masters)), marks, tap)
+            scaled, loss = run_with_tap(traced, jax.tree.leaves((params, masters)), marks, tap)
             return scaled, (loss, arrays)
 
         kept = [mark for mark in marks if mark is not None]
         zeros = [jnp.zeros(mark.aval.shape, mark.aval.dtype) for mark in kept if mark.what == "output"]
         (values,), cotangents, (loss, arrays) = forward_backward.take_gradients(seeing, [params], [masters], zeros)
         behind = iter(cotangents)
-        seen = [
+        captures = [
             (
                 mark,
                 _batch_axes_first(array, mark),
@@ -135,13 +142,13 @@ class PassCapture:
             )
             for mark, array in zip(kept, arrays, strict=True)
         ]
-        seen = _inputs_before_outputs(seen)
+        captures = _inputs_before_outputs(captures)
         return PassOutputs(
             loss,
-            [array for _, array, _ in seen],
-            [_unscale_cotangent(cotangent, scale) for _, _, cotangent in seen],
+            [array for _, array, _ in captures],
+            [_unscale_cotangent(cotangent, scale) for _, _, cotangent in captures],
             accumulation.unscale_gradients(values, scale, jax.tree.leaves(state.params)),
-            StaticResult(_trace_info(state, traced.jaxpr, [mark for mark, _, _ in seen], recorder)),
+            StaticResult(_trace_info(state, traced.jaxpr, [mark for mark, _, _ in captures], recorder)),
         )
 
 
@@ -158,34 +165,32 @@ class _TagEngine(PolicyEngine):
 
 
 def _inputs_before_outputs(
-    seen: Sequence[tuple[tagged_program.OutputTag, Any, Any]],
-) -> list[tuple[tagged_program.OutputTag, Any, Any]]:
+    captures: Sequence[tuple[OutputTag, Any, Any]],
+) -> list[tuple[OutputTag, Any, Any]]:
     """Move each module's input right before its output; other calls may have ended between the two."""
-    waiting = {item[0].path: item for item in seen if item[0].what == "input"}
+    waiting = {item[0].path: item for item in captures if item[0].what == "input"}
     made = []
-    for item in seen:
+    for item in captures:
         if item[0].what == "output":
             before = waiting.pop(item[0].path, None)
             made += [item] if before is None else [before, item]
     return made
 
 
-def _trace_info(
-    state: JaxState, jaxpr: Any, marks: Sequence[tagged_program.OutputTag], recorder: Recorder
-) -> PassTraceInfo:
-    shown = tuple((mark.path, mark.what) for mark in marks)
+def _trace_info(state: JaxState, jaxpr: Any, marks: Sequence[OutputTag], recorder: Recorder) -> PassTraceInfo:
+    captures = tuple((mark.path, mark.what) for mark in marks)
     operations = recorder.report(state.recipe.policy).operations
     return PassTraceInfo(
-        shown,
+        captures,
         operations,
-        "" if any(path.partition("#")[0] for path, _ in shown) else _hidden_modules_reason(state, jaxpr),
+        "" if any(path.partition("#")[0] for path, _ in captures) else _hidden_modules_reason(state, jaxpr),
     )
 
 
 def _hidden_modules_reason(state: JaxState, jaxpr: Any) -> str:
     if not state.setup.adapter.module:
         return "the model is a function: what it is made of has no modules that could be seen"
-    hidden = sorted(tagged_program.hidden_modules(jaxpr))
+    hidden = sorted(hidden_modules(jaxpr))
     if hidden:
         return (
             f"modules run where JAX hands nothing out, in a scan, a branch or a rule of differentiation: {hidden[0]!r}"
@@ -211,6 +216,6 @@ def _unscale_cotangent(cotangent: Any, scale: Any | None) -> Any:
     return unscale_leaf(cotangent, scale, jnp.promote_types(cotangent.dtype, jnp.float32))
 
 
-def _batch_axes_first(array: Any, mark: tagged_program.OutputTag) -> Any:
+def _batch_axes_first(array: Any, mark: OutputTag) -> Any:
     """Return the array with the axes that `jax.vmap` mapped in front."""
     return array if array is None or not mark.axes else jnp.moveaxis(array, mark.axes, range(len(mark.axes)))

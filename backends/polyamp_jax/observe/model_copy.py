@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from polyamp_jax import compat
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.observe.jax_only.library_observer import loaded_observers, observer_of
-from polyamp_jax.porting.jax_only.library_lookup import find_library
+from polyamp_jax.porting.libraries.porting_library import find_library
 
 
 @contextlib.contextmanager

@@ -1,19 +1,75 @@
-"""`JaxObserver`: the `polyamp.parity.trace.observer.Observer` protocol for JAX."""
+"""`JaxObserver`: the `polyamp.parity.trace.observer.Observer` protocol for JAX.
+
+`LeafGradients` are the gradients of a pass, by the leaf names of the model's inventory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from polyamp.parity.trace.observer import CaptureCallback, PassRecord, UniformSource
 from polyamp.results import LossFunction
 from polyamp_jax import compat
+from polyamp_jax.arrays import shape_struct
 from polyamp_jax.observe.capture import PassCapture, PassTraceInfo
 from polyamp_jax.observe.dropout import disable_dropout
-from polyamp_jax.observe.jax_only.named_gradients import LeafGradients, host_array
 from polyamp_jax.observe.model_copy import model_copy
+from polyamp_jax.porting.libraries.porting_library import find_library
+from polyamp_jax.porting.libraries.stacked_layers import parse_slice_name
 from polyamp_jax.step.error_hints import explain_error
+from polyamp_jax.step.state import JaxState
+
+Array = np.ndarray[Any, Any]
+
+
+class LeafGradients(Mapping[str, "Array | None"]):
+    """Mapping from a trainable leaf's name to its gradient on the host; None where the loss does not depend on it.
+
+    Iteration lists the model's arrays. Lookup also accepts one layer of a stack ("blocks/Dense_0/kernel[3]"), a slice.
+
+    Args:
+        state: the state.
+        values: one gradient or None per parameter leaf.
+    """
+
+    def __init__(self, state: JaxState, values: Sequence[Any]) -> None:
+        leaves, structure = jax.tree.flatten(state.params)
+        shapes = [shape_struct(jnp.shape(leaf), leaf.dtype) for leaf in leaves]
+        # in `made` a shape marks a leaf without gradient; in the second tree shapes mark the trained leaves
+        made = [shape if value is None else value for value, shape in zip(values, shapes, strict=True)]
+        held = _library_arrays(state, jax.tree.unflatten(structure, made))
+        trained = _library_arrays(state, jax.tree.unflatten(structure, shapes))
+        self._gradients = {name: held[name] for name, leaf in trained.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+
+    def __getitem__(self, name: str) -> Array | None:
+        part = None if name in self._gradients else parse_slice_name(name)
+        value = self._gradients[name if part is None else part[0]]
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return None
+        return host_array(value) if part is None else host_array(value)[part[1]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+
+def host_array(array: Any) -> Array:
+    """Return the array on the host, as float32 unless it is float64."""
+    held = np.asarray(array)
+    return held if held.dtype in (np.float32, np.float64) else held.astype(np.float32)
+
+
+def _library_arrays(state: JaxState, params: Any) -> Mapping[str, Any]:
+    model = state.setup.adapter.join(params, state.running)
+    return find_library(model).arrays(model)
 
 
 class JaxObserver:
@@ -43,18 +99,18 @@ class JaxObserver:
             if said is None:
                 raise
             raise said from error
-        found: PassTraceInfo = passed.found.value
+        info: PassTraceInfo = passed.trace_info.value
         dtypes = [str(array.dtype) for array in passed.arrays]
         arrays, cotangents = passed.arrays, passed.cotangents
-        for number, (path, what) in enumerate(found.shown):
+        for number, (path, what) in enumerate(info.captures):
             on_capture(path, what, host_array(arrays[number]), dtypes[number])
             arrays[number] = None  # free each array once it is reported
-        for number in reversed(range(len(found.shown))):
+        for number in reversed(range(len(info.captures))):
             if cotangents[number] is not None:
-                on_capture(found.shown[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
+                on_capture(info.captures[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
                 cotangents[number] = None
         return PassRecord(
-            float(passed.loss), LeafGradients(state, passed.gradients), found.operations, found.hidden_reason
+            float(passed.loss), LeafGradients(state, passed.gradients), info.operations, info.hidden_reason
         )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import tags
-from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.interpreter import tag_primitive
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.op_list import MOVES, STRUCTURES
 
 
@@ -32,5 +32,5 @@ def _model_operations(jaxpr: compat.Jaxpr, module: str | None) -> Iterator[tuple
         elif name in STRUCTURES and name != "convert_element_type":
             for inner in compat.inner_programs(eqn):
                 yield from _model_operations(inner, inside)
-        elif inside is not None and name not in MOVES | {"convert_element_type", tags.TAG_PRIMITIVE_NAME}:
+        elif inside is not None and name not in MOVES | {"convert_element_type", tag_primitive.TAG_PRIMITIVE_NAME}:
             yield eqn, name, inside

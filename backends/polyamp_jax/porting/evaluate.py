@@ -12,8 +12,7 @@ import numpy as np
 from polyamp.errors import ModelError
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp_jax import compat
-from polyamp_jax.porting.jax_only.library_lookup import find_library
-from polyamp_jax.porting.libraries.library import make_call_inputs
+from polyamp_jax.porting.libraries.porting_library import find_library, make_call_inputs
 from polyamp_jax.porting.libraries.stacked_layers import parse_slice_name
 
 

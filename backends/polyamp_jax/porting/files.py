@@ -23,8 +23,8 @@ from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax import compat
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
-from polyamp_jax.porting.jax_only.library_lookup import find_library
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
+from polyamp_jax.porting.libraries.porting_library import find_library
 
 TreeKeys = tuple[Any, ...]
 _FLAX_METADATA: Final = {"format": "flax"}

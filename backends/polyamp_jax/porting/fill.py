@@ -10,7 +10,7 @@ import numpy as np
 from polyamp.errors import PortError
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.porting.jax_only.lazy_leaves import array_like
-from polyamp_jax.porting.jax_only.library_lookup import find_library
+from polyamp_jax.porting.libraries.porting_library import find_library
 from polyamp_jax.porting.libraries.stacked_layers import gather_slices
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp_jax.porting.jax_only.library_lookup import find_library
-from polyamp_jax.porting.libraries.library import make_call_inputs
+from polyamp_jax.porting.libraries.porting_library import find_library, make_call_inputs
 
 
 def inventory(model: Any, batch: Any = None) -> Inventory:

@@ -1,10 +1,14 @@
-"""Training states of models trained with plain optax. flax's `DynamicScale` or jmp's classes contain the loss scale."""
+"""Training states of models trained with plain optax. flax's `DynamicScale` or jmp's classes contain the loss scale.
+
+These scales are recognised by their fields, so that neither library is imported.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +18,10 @@ from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
 from polyamp_jax.arrays import named_leaves, to_numpy
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
-from polyamp_jax.porting.jax_only.foreign_scalers import scaler_fields
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
-from polyamp_jax.step.optimizer_metadata import optimizer_metadata as described_optimizer
+from polyamp_jax.step.optimizer_metadata import optimizer_metadata
 
 Array = np.ndarray[Any, Any]
 
@@ -58,7 +61,7 @@ class JaxTraining:
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
         self._parts = adapt(model)
-        self._fields = scaler_fields(loss_scaler)
+        self._fields = _scaler_fields(loss_scaler)
 
     @classmethod
     def of(cls, model: Any, optimizer: Any, scaler: Any) -> JaxTraining:
@@ -115,18 +118,18 @@ def read_optimizer_layout(state: Any, transformation: Any, parameters: Sequence[
     if transformation is None:
         notes.append(_UNKNOWN_HYPERPARAMETERS_NOTE)
     else:
-        said = described_optimizer(transformation)
-        settings |= _hyperparameters(said)
-        refused += [what for ending, plain, what in _UNSUPPORTED if _has_other_value(said, ending, plain)]
-        notes += [what for ending, plain, what in _FORMULA_NOTES if _has_other_value(said, ending, plain)]
+        numbers = optimizer_metadata(transformation)
+        settings |= _hyperparameters(numbers)
+        refused += [what for ending, plain, what in _UNSUPPORTED if _has_other_value(numbers, ending, plain)]
+        notes += [what for ending, plain, what in _FORMULA_NOTES if _has_other_value(numbers, ending, plain)]
         if "learning_rate" not in settings:
             notes.append("optax's learning rate is no number, but a schedule or several: it is not compared")
         notes += [
             f"optax clips gradients by a global norm of {value:g}; a recipe does with clip_norm="
-            for path, value in said.items()
+            for path, value in numbers.items()
             if path.endswith("clip_by_global_norm.max_norm")
         ]
-        if settings["type"] == "adam" and _has_decoupled_decay(said):
+        if settings["type"] == "adam" and _has_decoupled_decay(numbers):
             settings["type"] = "adamw"
     notes += dict.fromkeys(found.notes)
     if "square_avg" in found.slots and "momentum" in found.slots and _has_rate_before_momentum(found.order):
@@ -152,32 +155,34 @@ def _has_rate_before_momentum(order: Sequence[str]) -> bool:
     return any(kind in ("EmptyState", "ScaleByScheduleState") for kind in order[first:last])
 
 
-def _hyperparameters(said: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters that the functions close over, if each occurs once."""
     found: dict[str, Any] = {}
     for ending, word in _HYPERPARAMETER_PATTERNS:
-        values = {value for path, value in said.items() if re.search(ending, path)}
+        values = {value for path, value in numbers.items() if re.search(ending, path)}
         if len(values) == 1:
             found[word] = values.pop()
-    betas = [{v for path, v in said.items() if re.search(rf"scale_by_(adam|lion)\.{b}$", path)} for b in ("b1", "b2")]
+    betas = [
+        {v for path, v in numbers.items() if re.search(rf"scale_by_(adam|lion)\.{b}$", path)} for b in ("b1", "b2")
+    ]
     if all(len(each) == 1 for each in betas):
         found["betas"] = [each.pop() for each in betas]
-    rates = {-value for path, value in said.items() if re.search(r"\.scale\.step_size$", path)}
+    rates = {-value for path, value in numbers.items() if re.search(r"\.scale\.step_size$", path)}
     if len(rates) == 1:
         found["learning_rate"] = rates.pop()
     return found
 
 
-def _has_decoupled_decay(said: Mapping[str, Any]) -> bool:
+def _has_decoupled_decay(numbers: Mapping[str, Any]) -> bool:
     """Return whether the decay follows Adam in the chain, as in AdamW, instead of preceding it."""
-    paths = list(said)
+    paths = list(numbers)
     adam = next((n for n, path in enumerate(paths) if "scale_by_adam." in path), None)
     decay = next((n for n, path in enumerate(paths) if "add_decayed_weights." in path), None)
     return adam is not None and decay is not None and decay > adam
 
 
-def _has_other_value(said: Mapping[str, Any], ending: str, plain: Any) -> bool:
-    return any(value != plain for path, value in said.items() if re.search(ending, path))
+def _has_other_value(numbers: Mapping[str, Any], ending: str, plain: Any) -> bool:
+    return any(value != plain for path, value in numbers.items() if re.search(ending, path))
 
 
 def _split_optimizer(optimizer: Any) -> tuple[Any, Any]:
@@ -215,3 +220,96 @@ def _array_like(leaf: Any, array: Array) -> Any:
         return np.asarray(array) if isinstance(leaf, np.ndarray | np.generic) else type(leaf)(array.item())
     made = jnp.array(array, dtype=leaf.dtype, copy=True)
     return jax.device_put(made, leaf.sharding) if leaf.committed else made
+
+
+class ScalerFields(NamedTuple):
+    """A loss scale of another library, in polyamp's terms.
+
+    Attributes:
+        preset: the name of its rule in `LossScaler.like`.
+        constants: fields of a `LossScaler`.
+        state: fields of a `LossScaleState`, as NumPy scalars.
+        replace: function from new values of those fields to the library's object with them.
+    """
+
+    preset: str
+    constants: Mapping[str, Any]
+    state: Mapping[str, Any]
+    replace: Callable[[Mapping[str, float]], Any]
+
+
+def _scaler_fields(scaler: Any) -> ScalerFields | None:
+    """Return the fields of a loss scale; None if there is none, or if it does not scale.
+
+    Raises:
+        ArgumentError: the object is no known loss scale.
+
+    Example:
+        >>> from flax.training.dynamic_scale import DynamicScale
+        >>> found = _scaler_fields(DynamicScale(growth_interval=10, scale=1024.0, fin_steps=3))
+        >>> found.preset, found.constants["growth_interval"], int(found.state["good_steps"])
+        ('flax', 10, 3)
+    """
+    if scaler is None or type(scaler).__name__ == "NoOpLossScale":
+        return None
+    if all(hasattr(scaler, name) for name in ("fin_steps", "growth_interval", "minimum_scale")):
+        return _flax_fields(scaler)
+    if all(hasattr(scaler, name) for name in ("loss_scale", "counter", "period", "factor")):
+        return _jmp_fields(scaler)
+    if dataclasses.is_dataclass(scaler) and hasattr(scaler, "loss_scale"):
+        scale = float(getattr(scaler, "loss_scale"))  # noqa: B009  # a class that nobody imports here
+        return ScalerFields(
+            "jmp",
+            {"kind": "static", "init_scale": scale, "min_scale": scale, "max_scale": scale},
+            {"scale": np.float32(scale)},
+            lambda new: _replace_jmp_fields(scaler, new),
+        )
+    raise ArgumentError(
+        "training(model, optimizer, scaler): over JAX the scaler is flax.training.dynamic_scale.DynamicScale, or jmp's "
+        f"DynamicLossScale, StaticLossScale or NoOpLossScale, or None. Received: {describe_value(scaler)}."
+    )
+
+
+def _flax_fields(scaler: Any) -> ScalerFields:
+    least = {} if scaler.minimum_scale is None else {"min_scale": max(float(scaler.minimum_scale), 2.0**-126)}
+
+    def replace(new: Mapping[str, float]) -> Any:
+        # flax compares the count with the interval by ==, so a larger count would never grow the scale again
+        return scaler.replace(
+            scale=jnp.float32(new["scale"]), fin_steps=jnp.int32(min(new["good_steps"], scaler.growth_interval))
+        )
+
+    return ScalerFields(
+        "flax",
+        {
+            "growth_factor": float(scaler.growth_factor),
+            "backoff_factor": float(scaler.backoff_factor),
+            "growth_interval": int(scaler.growth_interval),
+            **least,
+        },
+        {"scale": np.float32(scaler.scale), "good_steps": np.int32(scaler.fin_steps)},
+        replace,
+    )
+
+
+def _jmp_fields(scaler: Any) -> ScalerFields:
+    def replace(new: Mapping[str, float]) -> Any:
+        counter = np.asarray(min(new["good_steps"], int(scaler.period) - 1), np.asarray(scaler.counter).dtype)
+        return dataclasses.replace(_replace_jmp_fields(scaler, new), counter=jnp.asarray(counter))
+
+    return ScalerFields(
+        "jmp",
+        {
+            "growth_factor": float(scaler.factor),
+            "backoff_factor": 1.0 / float(scaler.factor),
+            "growth_interval": int(scaler.period),
+            "min_scale": float(scaler.min_loss_scale),
+        },
+        {"scale": np.float32(scaler.loss_scale), "good_steps": np.int32(scaler.counter)},
+        replace,
+    )
+
+
+def _replace_jmp_fields(scaler: Any, new: Mapping[str, float]) -> Any:
+    dtype = getattr(scaler.loss_scale, "dtype", np.float32)
+    return dataclasses.replace(scaler, loss_scale=jnp.asarray(new["scale"], dtype))

@@ -53,13 +53,12 @@ class OptaxEntries:
         return "sgd" if not kinds else kinds[0] if len(kinds) == 1 else ""
 
 
-def inspect_optax_state(opt_state: Any, parameters: Sequence[str], prefix: str = "optimizer") -> OptaxEntries:
+def inspect_optax_state(opt_state: Any, parameters: Sequence[str]) -> OptaxEntries:
     """Return the entries of an optax state.
 
     Args:
         opt_state: the state.
         parameters: paths of the parameters, in the order of their leaves.
-        prefix: prefix of the names of its arrays.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -68,44 +67,44 @@ def inspect_optax_state(opt_state: Any, parameters: Sequence[str], prefix: str =
         ('adam', {'w': 'optimizer/0/mu/w'}, 'optimizer/0/count')
     """
     found = OptaxEntries()
-    _walk_state(opt_state, prefix, parameters, found)
+    _walk_state(opt_state, "optimizer", parameters, found)
     for slot, names in found.slots.items():
         if found.kinds.count("adam") > 1 and len(names) != len(set(names.values())):
             found.refused.append(f"several arrays for the {slot} of one parameter")
     return found
 
 
-def _walk_state(node: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries) -> None:
+def _walk_state(node: Any, prefix: str, parameters: Sequence[str], entries: OptaxEntries) -> None:
     kind = type(node).__name__
     if kind == "FormulaState":
-        _add_formula(node, prefix, parameters, found)
+        _add_formula(node, prefix, parameters, entries)
         return
     fields = getattr(node, "_fields", None)
     if fields is None and not isinstance(node, Mapping | list | tuple):
-        _add_unknown(node, prefix, parameters, found)
+        _add_unknown(node, prefix, parameters, entries)
         return
     if kind == "InjectStatefulHyperparamsState" or kind == "InjectHyperparamsState":
-        _walk_state(node.inner_state, f"{prefix}/inner_state", parameters, found)
-        found.positions.append(f"{prefix}/count")
+        _walk_state(node.inner_state, f"{prefix}/inner_state", parameters, entries)
+        entries.positions.append(f"{prefix}/count")
         return
     if kind == "MultiStepsState":
-        found.refused.append("gradients that optax.MultiSteps has accumulated")
+        entries.refused.append("gradients that optax.MultiSteps has accumulated")
         return
     tag, native = _STATES.get(kind, ("", NativeOptimizer("", counts=False)))
     if fields is not None:
-        found.order.append(kind)
+        entries.order.append(kind)
         if tag not in ("", "sgd"):  # a trace alone is SGD, and a part of other optimizers
-            found.kinds.append(tag)
-            found.notes += [native.note] if native.note else []
+            entries.kinds.append(tag)
+            entries.notes += [native.note] if native.note else []
     for name, part in _named_children(node):
         own = f"{prefix}/{name}"
         if name in native.slots:
-            _add_slot(native.slots[name], part, own, parameters, found, f"{prefix}/count" if native.counts else "")
+            _add_slot(native.slots[name], part, own, parameters, entries, f"{prefix}/count" if native.counts else "")
         elif name == "count" and fields is not None:
             if not native.counts:
-                found.positions.append(own)
+                entries.positions.append(own)
         else:
-            _walk_state(part, own, parameters, found)
+            _walk_state(part, own, parameters, entries)
 
 
 def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
@@ -117,36 +116,36 @@ def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(number), part) for number, part in enumerate(node))
 
 
-def _add_slot(slot: str, tree: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries, count: str) -> None:
-    own = found.slots.setdefault(slot, {})
+def _add_slot(slot: str, tree: Any, prefix: str, parameters: Sequence[str], entries: OptaxEntries, count: str) -> None:
+    own = entries.slots.setdefault(slot, {})
     for name in _leaf_names(tree):
         if name not in parameters:
             continue
         if name in own:
-            found.refused.append(f"two arrays for the {slot} of {name!r}")
+            entries.refused.append(f"two arrays for the {slot} of {name!r}")
         own[name] = f"{prefix}/{name}" if name else prefix
         if count:
-            found.counts[name] = UpdateCount(count)
+            entries.counts[name] = UpdateCount(count)
 
 
 def _leaf_names(tree: Any) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _add_formula(node: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries) -> None:
+def _add_formula(node: Any, prefix: str, parameters: Sequence[str], entries: OptaxEntries) -> None:
     """Add the entries of polyamp's own `FormulaState`."""
     for slot, tree in node.slots.items():
-        _add_slot(slot, tree, f"{prefix}/slots/{slot}", parameters, found, "")
+        _add_slot(slot, tree, f"{prefix}/slots/{slot}", parameters, entries, "")
     for number, name in enumerate(parameters):
-        found.counts[name] = UpdateCount(f"{prefix}/count", f"{prefix}/missed", number)
-    found.positions.append(f"{prefix}/count")
+        entries.counts[name] = UpdateCount(f"{prefix}/count", f"{prefix}/missed", number)
+    entries.positions.append(f"{prefix}/count")
 
 
-def _add_unknown(node: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries) -> None:
+def _add_unknown(node: Any, prefix: str, parameters: Sequence[str], entries: OptaxEntries) -> None:
     """Handle a leaf outside the known states: ignore a number, refuse an array for a parameter."""
     owner = next((path for path in parameters if path and prefix.endswith(f"/{path}")), None)
     if owner is not None and hasattr(node, "shape") and node.shape != ():
         what = prefix.removesuffix(f"/{owner}").rpartition("/")[2]
         phrase = f"{what!r}, an array for each parameter"
-        if phrase not in found.refused:
-            found.refused.append(phrase)
+        if phrase not in entries.refused:
+            entries.refused.append(phrase)

@@ -12,11 +12,11 @@ from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import cast_arguments, matmul_precision
-from polyamp_jax.models.library import ACCEPTED_MODELS, is_model
+from polyamp_jax.models.libraries import ACCEPTED_MODELS, is_model
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
+from polyamp_jax.precision.interpreter.evaluation import evaluate
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.run import evaluate
-from polyamp_jax.precision.interpreter.staging import KEEP_SCOPE, innermost_policy_scope
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.policy_module import PolicyModule, autocast_model, engine_and_path, is_policy_module
@@ -129,7 +129,7 @@ def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorde
 
 
 class NestedPolicyModule:
-    """A step's bound nnx or equinox module, or an attribute of it, under another policy (S3)."""
+    """A step's proxy of an nnx or equinox module, or an attribute of it, under another policy (S3)."""
 
     def __init__(self, target: Any, policy: Policy) -> None:
         self._target = target

@@ -16,12 +16,21 @@ import jax
 from polyamp.errors import ModelError, RecipeError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models import attribute_access
 from polyamp_jax.models.adapter import module_paths
-from polyamp_jax.models.binding import binding_of, is_bound
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
-from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.models.module_proxy import (
+    TRANSFORMED_LOSS_ERROR,
+    UnboundEngine,
+    binding_of,
+    has_computed_arrays,
+    is_proxy,
+    missing_attribute_message,
+    refuse_base_method,
+    refuse_delete_attribute,
+    refuse_set_attribute,
+)
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.jax_only.policy_engine import NativePolicyEngine, PolicyEngine
 
@@ -65,9 +74,7 @@ class PolicyModule:
                 return engine.params_of(owner, route)
             if name == "state" and route == ROOT_PATH and (state := engine.state()) is not None:
                 return state
-            raise AttributeError(
-                attribute_access.missing_attribute_message(owner, self._polyamp_route, name)
-            ) from error
+            raise AttributeError(missing_attribute_message(owner, self._polyamp_route, name)) from error
         return self._polyamp_part(owner, PathStep(name, True), value)
 
     def __getitem__(self, key: Any) -> Any:
@@ -95,10 +102,10 @@ class PolicyModule:
         return True  # not by __len__, which most modules do not have
 
     def __setattr__(self, name: str, value: Any) -> None:
-        attribute_access.refuse_set_attribute(self._polyamp_route, name)
+        refuse_set_attribute(self._polyamp_route, name)
 
     def __delattr__(self, name: str) -> None:
-        attribute_access.refuse_delete_attribute(self._polyamp_route, name)
+        refuse_delete_attribute(self._polyamp_route, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(self._polyamp_native_part()), "params"})
@@ -121,18 +128,18 @@ class PolicyModule:
         """Return the value at a path step: a bound part, or the value unchanged."""
         engine = self._polyamp_engine
         kind = path_kind(owner, step, value, engine.adapter.module)
-        if kind == "value" or (kind == "property" and not attribute_access.has_computed_arrays(value)):
+        if kind == "value" or (kind == "property" and not has_computed_arrays(value)):
             return value
         route = self._polyamp_route.to(step, kind)
         if kind == "base":
-            attribute_access.refuse_base_method(owner, route)
+            refuse_base_method(owner, route)
         part = PolicyModule(engine, route, self._polyamp_policy)
         return part() if kind == "property" else part
 
 
 def _flatten_module(model: PolicyModule) -> Any:
     engine, route = model._polyamp_engine, model._polyamp_route
-    if isinstance(engine, attribute_access.UnboundEngine):
+    if isinstance(engine, UnboundEngine):
         params = engine.params
     elif route.kind == "container":
         here = model._polyamp_native_part()
@@ -140,12 +147,12 @@ def _flatten_module(model: PolicyModule) -> Any:
     elif route.kind == "module":
         params = engine.tree(model._polyamp_native_part(), route)
     else:
-        raise RecipeError(attribute_access.TRANSFORMED_LOSS_ERROR)
+        raise RecipeError(TRANSFORMED_LOSS_ERROR)
     return [(jax.tree_util.GetAttrKey("params"), params)], route
 
 
 def _unflatten_module(route: ModulePath, children: Any) -> PolicyModule:
-    engine: Any = attribute_access.UnboundEngine(*children)
+    engine: Any = UnboundEngine(*children)
     return PolicyModule(engine, route)
 
 
@@ -155,7 +162,7 @@ jax.tree_util.register_pytree_with_keys(PolicyModule, _flatten_module, _unflatte
 
 
 def make_policy_module(engine: PolicyEngine) -> Any:
-    """Return the model for `loss_fn`: a bound nnx or equinox module, or a `PolicyModule` for other libraries."""
+    """Return the model for `loss_fn`: a proxy of an nnx or equinox module, or a `PolicyModule` for other libraries."""
     found = engine.adapter.bind(engine)
     return PolicyModule(engine) if found is None else found
 
@@ -168,7 +175,7 @@ def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = No
 
 def is_policy_module(value: Any) -> bool:
     """Return whether a value is a model, or a part of one, under a policy."""
-    return isinstance(value, PolicyModule) or is_bound(value)
+    return isinstance(value, PolicyModule) or is_proxy(value)
 
 
 def master_weights(model: Any) -> dict[str, Any]:
@@ -194,5 +201,5 @@ def engine_and_path(model: Any) -> tuple[Any, ModulePath]:
     binding: Any = binding_of(model)
     engine = binding.find_engine()
     if not isinstance(engine, PolicyEngine):
-        raise RecipeError(attribute_access.TRANSFORMED_LOSS_ERROR)
+        raise RecipeError(TRANSFORMED_LOSS_ERROR)
     return engine, binding.route

@@ -26,11 +26,20 @@ from polyamp_jax.step.forward_backward import (
     run_pass,
 )
 from polyamp_jax.step.grad_stats import unscale_leaf
-from polyamp_jax.step.jax_only.micro_batch_scan import check_carry, scan_micro_batches
 from polyamp_jax.step.loss_weights import LossWeighting, batch_shapes, multiply_by_weight, weight_divisor
 from polyamp_jax.step.optimizers import leaves_like, widen_parameters
 from polyamp_jax.step.replicas import AxisName, ShardMapReplicas, find_replicas
 from polyamp_jax.step.state import JaxState
+
+_ScanCarry = tuple[RunningState, Any]
+
+
+class _UncarriedWriteError(Exception):
+    """Raised while a scan is traced: a micro-batch writes parameters (S12) that the carry does not contain yet."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__(f"not carried: {sorted(paths)}")
+        self.paths = paths
 
 
 def loss_and_gradients(
@@ -89,7 +98,7 @@ def _finish_gradients(
         weight = sum(totals.counts)
     scale = active_loss_scale(states[0])
     gradients = [
-        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, weight)
+        Gradients(_place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, weight)
         for own, after, state in zip(values, running, states, strict=True)
     ]
     return loss, gradients
@@ -173,7 +182,8 @@ def _run_micro_batches(
     def one(how: LossWeighting, carry: tuple[RunningState, Any], part: Any) -> tuple[tuple[RunningState, Any], Any]:
         running, total = carry
         done = run_pass(loss_fn, [state], [params], [running], part, replicas, how)
-        check_carry(done.running[0].written, running.written)
+        if missing := frozenset(done.running[0].written or {}) - frozenset(running.written or {}):
+            raise _UncarriedWriteError(missing)
         unused[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         by = done.weight
         total = jax.tree.map(
@@ -181,18 +191,18 @@ def _run_micro_batches(
         )
         after = done.running[0]
         unchanged[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
-        carry = (after._replace(statistics=own(after.statistics)), place_gradients(total, state))
+        carry = (after._replace(statistics=own(after.statistics)), _place_gradients(total, state))
         return carry, (done.loss, done.aux, done.weight, list(done.counts))
 
     start = state.running._replace(statistics=own(state.running.statistics))
-    carry = (start, place_gradients(own(jax.tree.map(jnp.zeros_like, widen_parameters(state.params))), state))
+    carry = (start, _place_gradients(own(jax.tree.map(jnp.zeros_like, widen_parameters(state.params))), state))
     shares = [1.0 if weighing.totals is not None else window.weights[run.start] for run, _ in parts]
     outputs = []
     for share, (run, members) in zip(shares, parts, strict=True):
         unused.append(None)
         unchanged.append(None)
         how = weighing._replace(share=share, rows=window.sizes[run.start])
-        carry, output = scan_micro_batches(functools.partial(one, how), carry, members, own(state.params))
+        carry, output = _scan_micro_batches(functools.partial(one, how), carry, members, own(state.params))
         outputs.append(output)
     running, total = carry
     losses, auxes, given, counts = (list(column) for column in zip(*outputs, strict=True))
@@ -227,11 +237,13 @@ def _run_micro_batches(
     return PassResult(loss, aux, [total], [running], weight, every)
 
 
-def place_gradients(values: Any, state: JaxState) -> Any:
+def _place_gradients(values: Any, state: JaxState) -> Any:
     """Place gradients like the parameters, if the layout is known."""
     if state.layout is None:
         return values
-    return jax.tree.unflatten(jax.tree.structure(state.params), state.layout.kept(leaves_like(values, state.params)))
+    return jax.tree.unflatten(
+        jax.tree.structure(state.params), state.layout.keep_shardings(leaves_like(values, state.params))
+    )
 
 
 def _shards_by_array(batch: Any, shards: tuple[int, ...]) -> dict[int, int]:
@@ -267,3 +279,27 @@ def _join_runs(*runs: Any) -> Any:
     if is_concatenated([jnp.shape(run)[1:] for run in runs]):
         runs = tuple(jnp.reshape(run, (-1, *jnp.shape(run)[2:])) for run in runs)
     return jnp.concatenate(runs)
+
+
+def _scan_micro_batches(
+    body: Callable[[_ScanCarry, Any], tuple[_ScanCarry, Any]], carry: _ScanCarry, parts: Any, params: Any
+) -> tuple[_ScanCarry, Any]:
+    """Run `jax.lax.scan(body, carry, parts)` with written parameters in the carry.
+
+    Tracing shows which parameters the body writes. The scan is then traced once more with these in the carry.
+
+    Args:
+        body: the scanned function, which raises `_UncarriedWriteError` for a write that is not in the carry.
+        carry: the running state and further carried values.
+        parts: the micro-batches, stacked.
+        params: the parameters before the first write.
+    """
+    while True:
+        try:
+            made: tuple[_ScanCarry, Any] = jax.lax.scan(body, carry, parts)
+            return made
+        except _UncarriedWriteError as found:
+            running, rest = carry
+            first = named_leaves(params)
+            written = {**{path: first[path] for path in found.paths}, **(running.written or {})}
+            carry = running._replace(written=written), rest

@@ -23,7 +23,7 @@ from polyamp.errors import (
 from polyamp.rules.rank_group import format_error, format_ranks
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
-from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR
+from polyamp_jax.models.module_proxy import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.precision.policy_module import is_policy_module
 
 _CONCRETE_VALUE_ERRORS: Final = (

@@ -24,8 +24,13 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import SGD, SPECS, Lion, OptimizerSpec, RMSprop, is_spec
 from polyamp.rules.group_members import GroupMembers
 from polyamp_jax.arrays import XP, conform_tree, materialize, select_if_finite
-from polyamp_jax.step.jax_only.optax_extra_arguments import NO_EXTRA_ARGUMENTS, OptaxExtraArguments, update_with_extra
-from polyamp_jax.step.jax_only.optax_lookahead import is_lookahead, slow_parameters_transformation
+from polyamp_jax.step.jax_only.native_transformations import (
+    NO_EXTRA_ARGUMENTS,
+    OptaxExtraArguments,
+    is_lookahead,
+    slow_parameters_transformation,
+    update_with_extra,
+)
 
 
 def make_transformation(optimizer: Any) -> Any:
@@ -107,7 +112,7 @@ def update_parameters(
     *,
     even: bool = False,
     finite: Any | None = None,
-    asked: OptaxExtraArguments = NO_EXTRA_ARGUMENTS,
+    extra: OptaxExtraArguments = NO_EXTRA_ARGUMENTS,
     skipped: Any = None,
 ) -> tuple[Any, Any]:
     """Return the new parameters and optimizer state after one update, or the old ones if the update is skipped.
@@ -123,7 +128,7 @@ def update_parameters(
         params: the parameters, in their own dtypes, including the writes of the forward pass (S12).
         even: True if no parameter that has a gradient is known to have missed an update. All then share one count.
         finite: whether the update is applied, boolean scalar; None: it is (S12).
-        asked: extra arguments available to a native transformation.
+        extra: extra arguments available to a native transformation.
         skipped: the parameters to return if the update is skipped; None: `params`.
 
     Raises:
@@ -136,9 +141,9 @@ def update_parameters(
     whole = jax.tree.map(lambda w, g: jnp.zeros_like(w) if g is None else g, wide, grads)
     run: Any = make_transformation(optimizer)
     if isinstance(run, _Formula):
-        made, new_state = run.updated(whole, opt_state, wide, given=given, even=even, finite=finite)
+        made, new_state = run.apply(whole, opt_state, wide, given=given, even=even, finite=finite)
     else:
-        updates, new_state = update_with_extra(run, whole, opt_state, wide, asked)
+        updates, new_state = update_with_extra(run, whole, opt_state, wide, extra)
         new_state = select_if_finite(
             finite, conform_tree(new_state, opt_state, what="the optimizer's state"), opt_state
         )
@@ -190,13 +195,13 @@ class _Formula(NamedTuple):
 
     specs: tuple[OptimizerSpec, ...]
 
-    def of(self, size: int) -> list[OptimizerSpec]:
+    def spec_per_parameter(self, size: int) -> list[OptimizerSpec]:
         """Return the spec of each of `size` parameters."""
         return list(self.specs) * (size if len(self.specs) == 1 else 1)
 
     def init(self, params: Any) -> FormulaState:
         leaves, structure = jax.tree.flatten(params)
-        specs = self.of(len(leaves))
+        specs = self.spec_per_parameter(len(leaves))
         slots = {
             slot: jax.tree.unflatten(
                 structure,
@@ -207,7 +212,7 @@ class _Formula(NamedTuple):
         missed = jnp.zeros(len(leaves), jnp.int32)
         return FormulaState(jnp.zeros([], jnp.int32), missed, slots)
 
-    def updated(
+    def apply(
         self,
         grads: Any,
         state: FormulaState,
@@ -222,7 +227,7 @@ class _Formula(NamedTuple):
         A parameter is computed from the selected slots, not from the formula's new slots. Otherwise the old slot would
         be read again after the new one is stored in its place, and XLA would copy all of them first.
         """
-        specs, names = self.of(len(given)), self.specs[0].slots
+        specs, names = self.spec_per_parameter(len(given)), self.specs[0].slots
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # dtype of rates and counts: the masters' (S1)
         count = state.count if wide == jnp.float32 else state.count.astype(wide)  # an integer count gives float32 rates
         rates = {spec: spec.rate(count, XP) for spec in dict.fromkeys(specs)}

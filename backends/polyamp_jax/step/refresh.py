@@ -16,7 +16,7 @@ import numpy as np
 
 from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
 from polyamp_jax.arrays import copy_arrays, named_leaves, path_name
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.step.optimizers import FormulaState, lagging_parameters
 from polyamp_jax.step.state import JaxState, create_state
 

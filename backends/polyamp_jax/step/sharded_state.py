@@ -2,7 +2,8 @@
 
 A state's arrays are global: several processes store parts of each. Its random keys are the same for all processes, so
 that a checkpoint has the same meaning on any mesh. orbax's own folder is part of the data that the manifest lists. It
-contains JSON and array bytes, and reading it runs no code.
+contains JSON and array bytes, and reading it runs no code. Without sharded arrays one process writes, and the others
+wait in a key-value store over JAX's coordination service.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
@@ -19,15 +20,76 @@ from jax.experimental import multihost_utils
 
 from polyamp.contract.sharded_state import ArrayForm, StateProcesses
 from polyamp.errors import BackendNotInstalledError, CheckpointError, ReplicaError, UnsupportedError
+from polyamp.rules.rank_group import RankGroup
 from polyamp.rules.single_file_save import SingleWriter
 from polyamp.train.checkpoint_processes import SingleProcess, check_array_forms
+from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, shape_struct
 from polyamp_jax.step.error_hints import other_process_error
-from polyamp_jax.step.jax_only import coordination_store
 from polyamp_jax.step.state import JaxState, check_not_donated, export_arrays, named_state_arrays
 
 Array = np.ndarray[Any, Any]
 _ORBAX_FOLDER: Final = "orbax"
+_PREFIX: Final = "polyamp/"
+_LONGEST_WAIT: Final = 1800.0
+"""Seconds that a process waits for the writing process. JAX itself ends it earlier if the writer has ended."""
+_Value = TypeVar("_Value")
+
+
+_writer_cache: Final[list[Any]] = []
+"""The service's client and the writer that uses it."""
+
+
+class CoordinationStore:
+    """`RankStore` over JAX's coordination service, which ends with process 0. Process 0 waits for the others.
+
+    Args:
+        client: the service's client, whose calls have their own time limits.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def reach(self) -> None:
+        """See `RankStore`."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `RankStore`."""
+        _call_service(lambda: self._client.key_value_set_bytes(_PREFIX + key, value, allow_overwrite=True))
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """See `RankStore`."""
+        try:
+            found: bytes = self._client.blocking_key_value_get_bytes(_PREFIX + key, max(1, int(1000 * seconds)))
+        except RuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise ConnectionError(str(error)) from error
+        return found
+
+    def add(self, key: str, number: int) -> int:
+        """See `RankStore`. An older JAX has no counters: `number` is then returned, as for the first process."""
+        count = getattr(self._client, "key_value_increment", None)
+        return number if count is None else _call_service(lambda: int(count(_PREFIX + key, number)))
+
+
+def _coordination_writer() -> SingleWriter | None:
+    """Return this process's single writer, or None if there is no coordination service."""
+    client = compat.coordination_client()
+    if client is None:
+        return None
+    if not _writer_cache or _writer_cache[0] is not client:
+        group = RankGroup(CoordinationStore(client), jax.process_index(), range(jax.process_count()), _LONGEST_WAIT)
+        _writer_cache[:] = [client, SingleWriter(group)]
+    found: SingleWriter = _writer_cache[1]
+    return found
+
+
+def _call_service(call: Callable[[], _Value]) -> _Value:
+    try:
+        return call()
+    except RuntimeError as error:
+        raise ConnectionError(str(error)) from error
 
 
 class JaxProcesses:
@@ -172,7 +234,7 @@ class JaxShardedState:
 def _state_processes(state: JaxState, shared: Sequence[Any]) -> StateProcesses:
     if not shared:
         return SingleProcess()
-    writer = coordination_store.coordination_writer() if all(leaf.is_fully_replicated for leaf in shared) else None
+    writer = _coordination_writer() if all(leaf.is_fully_replicated for leaf in shared) else None
     return JaxProcesses() if writer is None else JaxReplicatedProcesses(state, writer)
 
 

@@ -78,7 +78,7 @@ class JaxTrainStep:
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
         batch = prepare_batch(batch, state.setup.plan, compiled=self._compiled)
         try:
-            known = self._known(state, batch)
+            known = self._host_inputs(state, batch)
             state, result, lagging = self._call(state, batch, known)
         except Exception as error:
             refuse_deleted_states([state], error)
@@ -88,9 +88,9 @@ class JaxTrainStep:
     def lower(self, state: JaxState, batch: Any) -> Any:
         """Return the lowered program of the compiled step for these arguments, like `jax.jit(...).lower`."""
         call: Any = self._call
-        return call.lower(state, batch, self._known(state, batch))
+        return call.lower(state, batch, self._host_inputs(state, batch))
 
-    def _known(self, state: JaxState, batch: Any) -> HostKnownInputs:
+    def _host_inputs(self, state: JaxState, batch: Any) -> HostKnownInputs:
         return HostKnownInputs(
             state.lagging, state.layout, row_shard_counts(batch) if state.recipe.accumulate_steps > 1 else None
         )

@@ -19,7 +19,7 @@ from polyamp_jax.arrays import XP, select_if_finite
 from polyamp_jax.models.parameter_writes import overlay_writes
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.grad_stats import fit_gradients, sharded_norm_and_finite
-from polyamp_jax.step.jax_only.optax_extra_arguments import OptaxExtraArguments
+from polyamp_jax.step.jax_only.native_transformations import OptaxExtraArguments
 from polyamp_jax.step.optimizers import leaves_like, update_parameters
 from polyamp_jax.step.state import JaxState
 
@@ -49,7 +49,7 @@ def _commit_update(
     values anyway. A conditional would make a GPU's host wait for the flag.
     """
     recipe, running = state.recipe, grads.running
-    asked = OptaxExtraArguments(grads.loss, values)
+    extra = OptaxExtraArguments(grads.loss, values)
     values = jax.tree.map(clip.clip_transformation(recipe.clip_norm, norm, XP), values)
     idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
     even = state.lagging is not None and state.lagging <= idle
@@ -60,7 +60,7 @@ def _commit_update(
         overlay_writes(state.params, running.written),
         even=even,
         finite=decision.finite,
-        asked=asked,
+        extra=extra,
         skipped=state.params,
     )
     statistics = select_if_finite(decision.finite, running.statistics, state.running.statistics)
@@ -74,5 +74,5 @@ def _commit_update(
     )
     if state.layout is not None:
         leaves, structure = jax.tree.flatten(made)
-        made = jax.tree.unflatten(structure, state.layout.kept(leaves))
+        made = jax.tree.unflatten(structure, state.layout.keep_shardings(leaves))
     return made.with_host_facts(None if state.lagging is None else state.lagging | idle, state.layout)

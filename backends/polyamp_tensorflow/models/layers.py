@@ -1,8 +1,10 @@
-"""Layers of a Keras model, listed by path."""
+"""Layers of a Keras model, listed by path, and a record of them that detects added or replaced layers and weights."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +13,19 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.errors import ModelError
-from polyamp_tensorflow.compat import child_layers, flatten_layers, is_keras_code, lookup_layers
+from polyamp_tensorflow.compat import (
+    child_layers,
+    flatten_layers,
+    is_keras_code,
+    lookup_layers,
+    own_trainable_variables,
+    tracked_layers,
+)
 
 OWN_CLASS: Final = "polyamp_own_class"
 """Attribute of a class that polyamp derived from a model's class; its value is the original class."""
+
+_END: Final = object()
 
 
 class LayerEntry(NamedTuple):
@@ -43,7 +54,7 @@ def is_layer(model: Any) -> bool:
 
 
 def own_class(layer: Any) -> type[Any]:
-    """Return the class of a model or layer as its author wrote it, also if it saves settings (see `saved_settings`)."""
+    """Return the class of a model or layer as its author wrote it, also if it saves settings."""
     cls: type[Any] = getattr(type(layer), OWN_CLASS, type(layer))
     return cls
 
@@ -152,3 +163,35 @@ def replace_calls(calls: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[N
             vars(layer).pop("call", None)
             if own is not None:
                 vars(layer)["call"] = own
+
+
+class StructureSnapshot:
+    """Layers and weights of every layer of a model, recorded at construction.
+
+    Args:
+        model: a built model. Without Keras layers there is nothing to record, and `changed` returns None.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._modules = list_layers(model)
+        self._layers = [module.layer for module in self._modules]
+        self._members = list(self._current_members())
+        self._before = [(list(tracked_layers(layer)), list(own_trainable_variables(layer))) for layer in self._layers]
+
+    def changed(self) -> str | None:
+        """Return the start of a sentence that names the first changed layer; None if nothing changed."""
+        if all(
+            map(operator.is_, self._current_members(), self._members)
+        ):  # by identity; the end mark detects another length
+            return None
+        for module, before in zip(self._modules, self._before, strict=True):
+            now = (tracked_layers(module.layer), own_trainable_variables(module.layer))
+            for word, current, old in zip(("layers", "weights"), now, before, strict=True):
+                if len(current) != len(old) or not all(map(operator.is_, current, old)):
+                    return f"layer {module.path!r} has other {word}" if module.path else f"the model has other {word}"
+        return None
+
+    def _current_members(self) -> Iterator[Any]:
+        """Iterate over all layers and weights at C speed, since every step compares them."""
+        layers, weights = map(tracked_layers, self._layers), map(own_trainable_variables, self._layers)
+        return itertools.chain(itertools.chain.from_iterable(itertools.chain(layers, weights)), (_END,))

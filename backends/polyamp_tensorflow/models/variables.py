@@ -1,16 +1,18 @@
-"""Variables of a model by name and by role in a training step."""
+"""Variables of a model by name and by role in a training step; parameters with their owning classes (S27)."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
 
+from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
 from polyamp_tensorflow.arrays import is_floating, native_variable, variable_name
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
-from polyamp_tensorflow.models.layers import list_layers
+from polyamp_tensorflow.models.layers import layer_path_aliases, list_layers
 
 
 class ModelVariables(NamedTuple):
@@ -108,3 +110,26 @@ def _unique(name: str, found: ModelVariables) -> str:
     while candidate in taken:
         number, candidate = number + 1, f"{name}_{number}"
     return candidate
+
+
+def parameter_leaves(model: Any, parameters: Mapping[str, Any]) -> list[ParameterLeaf]:
+    """Return every parameter with all its paths and the class of the layer that owns it.
+
+    Args:
+        model: a Keras layer or model. Parameters of any other model belong to no known class.
+        parameters: path -> variable, in order; the paths are those of checkpoints (`LayerEntry.stable_path`).
+    """
+    owners: dict[int, list[tuple[str, ...]]] = {}
+    classes: dict[int, tuple[str, ...]] = {}
+    names = layer_path_aliases(list_layers(model))
+    for module in list_layers(model):
+        for variable in own_trainable_variables(module.layer):
+            key = id(native_variable(variable))
+            owners.setdefault(key, []).append(names[module.path])
+            classes[key] = (*classes.get(key, ()), *class_names(module.layer))
+    found = []
+    for path, variable in parameters.items():
+        key, own = id(native_variable(variable)), path.rpartition("/")[2]
+        paths = {f"{layer}/{own}".lstrip("/"): None for layers in owners.get(key, []) for layer in layers}
+        found.append(ParameterLeaf(path, len(variable.shape), classes.get(key), tuple(paths)))
+    return found

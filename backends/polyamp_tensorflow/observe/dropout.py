@@ -88,7 +88,8 @@ def _replacements(model: Any, draws: UniformSource | None) -> Iterator[tuple[Any
             yield part.layer, "call", fresh
     if draws is None:
         for module, name in functions["dropout"]:
-            yield module, name, _wrap_signature(getattr(module, name), lambda given: tf.convert_to_tensor(given["x"]))
+            identity = _wrap_signature(getattr(module, name), lambda arguments: tf.convert_to_tensor(arguments["x"]))
+            yield module, name, identity
         for part in list_layers(model):
             if isinstance(part.layer, _NOISE_LAYERS):
                 yield part.layer, "call", _identity_call(part.layer.call)
@@ -105,9 +106,9 @@ def _wrap_signature(function: Callable[..., Any], stand_in: Callable[[dict[str, 
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow is untyped
     def called(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return stand_in({"": function.__name__, **given.arguments})
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return stand_in({"": function.__name__, **bound.arguments})
 
     return called  # type: ignore[no-any-return]  # TensorFlow is untyped
 
@@ -128,63 +129,63 @@ class _SharedRandomFunctions:
         self._calls: Counter[int] = Counter()
         self._batch_draws: dict[int, Array] = {}
 
-    def dropout(self, given: dict[str, Any]) -> Any:
+    def dropout(self, arguments: dict[str, Any]) -> Any:
         """Return `x` with dropped elements 0 and the others times 1 / (1 - rate)."""
-        x, rate, shape = tf.convert_to_tensor(given["x"]), given["rate"], given["noise_shape"]
+        x, rate, shape = tf.convert_to_tensor(arguments["x"]), arguments["rate"], arguments["noise_shape"]
         if not tf.is_tensor(rate) and rate == 0:
             return x
-        drawn = self._draw_array(x.shape if shape is None else shape, given)
+        drawn = self._draw_array(x.shape if shape is None else shape, arguments)
         if tf.is_tensor(rate):
             keep, scale = tf.constant(drawn) >= tf.cast(rate, tf.float32), 1 / (1 - tf.cast(rate, x.dtype))
         else:
             keep, scale = tf.constant(drawn >= np.float32(rate)), tf.cast(1 / (1 - rate), x.dtype)
         return tf.where(keep, x * scale, tf.zeros((), x.dtype))
 
-    def uniform(self, given: dict[str, Any]) -> Any:
+    def uniform(self, arguments: dict[str, Any]) -> Any:
         """Return uniform numbers in [0, 1)."""
-        dtype = tf.as_dtype(given["dtype"])
-        drawn = self._draw_array(given["shape"], given)
+        dtype = tf.as_dtype(arguments["dtype"])
+        drawn = self._draw_array(arguments["shape"], arguments)
         below = np.nextafter(np.asarray(1, dtype.as_numpy_dtype), np.asarray(0, dtype.as_numpy_dtype))
         return tf.constant(np.minimum(drawn.astype(dtype.as_numpy_dtype), below))
 
-    def normal(self, given: dict[str, Any]) -> Any:
+    def normal(self, arguments: dict[str, Any]) -> Any:
         """Return normal numbers with mean 0 and variance 1."""
-        return self._inverse(given, 0.0, 1.0)
+        return self._inverse(arguments, 0.0, 1.0)
 
-    def truncated(self, given: dict[str, Any]) -> Any:
+    def truncated(self, arguments: dict[str, Any]) -> Any:
         """Return normal numbers truncated to [-2, 2]."""
         least = math.erfc(_TRUNCATION_LIMIT / 2**0.5) / 2
-        return self._inverse(given, least, 1 - least)
+        return self._inverse(arguments, least, 1 - least)
 
-    def integers(self, given: dict[str, Any]) -> Any:
+    def integers(self, arguments: dict[str, Any]) -> Any:
         """Return integers from `minval` to `maxval`, exclusive."""
-        low, high = tf.convert_to_tensor(given["minval"]), tf.convert_to_tensor(given["maxval"])
-        drawn = tf.constant(self._draw_array(given["shape"], given), tf.float64)
+        low, high = tf.convert_to_tensor(arguments["minval"]), tf.convert_to_tensor(arguments["maxval"])
+        drawn = tf.constant(self._draw_array(arguments["shape"], arguments), tf.float64)
         return low + tf.cast(tf.floor(drawn * tf.cast(high - low, tf.float64)), low.dtype)
 
-    def others(self, given: dict[str, Any]) -> Any:
+    def unsupported(self, arguments: dict[str, Any]) -> Any:
         """Raise: no two frameworks compute these numbers in the same way.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            f"the random numbers of {given['']} cannot be made of numbers that another framework draws too. Draw "
+            f"the random numbers of {arguments['']} cannot be made of numbers that another framework draws too. Draw "
             "uniform or normal numbers in the model, or compare with randomness='off'."
         )
 
-    def _inverse(self, given: dict[str, Any], least: float, most: float) -> Any:
-        drawn = self._draw_array(given["shape"], given).astype(np.float64).clip(_MIN_DRAW, 1 - _MIN_DRAW)
+    def _inverse(self, arguments: dict[str, Any], least: float, most: float) -> Any:
+        drawn = self._draw_array(arguments["shape"], arguments).astype(np.float64).clip(_MIN_DRAW, 1 - _MIN_DRAW)
         with tf.init_scope():
             values = tf.math.ndtri(tf.constant(least + drawn * (most - least))).numpy()
-        return tf.constant(values.astype(tf.as_dtype(given["dtype"]).as_numpy_dtype))
+        return tf.constant(values.astype(tf.as_dtype(arguments["dtype"]).as_numpy_dtype))
 
-    def _draw_array(self, shape: Any, given: dict[str, Any]) -> Array:
+    def _draw_array(self, shape: Any, arguments: dict[str, Any]) -> Array:
         known = _static_shape(shape)
         if known is None:
             raise UnsupportedError(
-                f"the shape of the random numbers of {given['']} is not known when the step is traced, so that they "
-                "cannot be those of another framework. Give the batch and the model fixed shapes, or compare with "
+                f"the shape of the random numbers of {arguments['']} is not known when the step is traced, so that "
+                "they cannot be those of another framework. Give the batch and the model fixed shapes, or compare with "
                 "randomness='off'."
             )
         number, count = current_replica()

@@ -1,6 +1,6 @@
-"""Context manager that restores every variable and setting of a Keras model after training.
+"""Context managers that restore every variable and setting of a Keras model after training, and run it in float64.
 
-A subclassed Keras model cannot be copied reliably, so the context manager yields the model itself.
+A subclassed Keras model cannot be copied reliably, so `model_copy` yields the model itself.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from polyamp.errors import ModelError
-from polyamp_tensorflow.arrays import is_floating, native_variable, to_numpy
-from polyamp_tensorflow.compat import LOSS_ATTRIBUTES
+from polyamp.errors import ModelError, UnsupportedError
+from polyamp.float_formats import FLOAT_DTYPES
+from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable, to_numpy
+from polyamp_tensorflow.compat import (
+    LOSS_ATTRIBUTES,
+    global_seed_variable,
+    operation_seed_source,
+    replace_variable,
+    set_layer_policy,
+    set_symbolic_dtype,
+    symbolic_inputs,
+)
 from polyamp_tensorflow.models.layers import is_built, is_layer, list_layers
 from polyamp_tensorflow.models.variables import model_variables
-from polyamp_tensorflow.observe.tensorflow_only.float64_model import float64_variables
-from polyamp_tensorflow.observe.tensorflow_only.random_streams import GlobalRandomState
 from polyamp_tensorflow.porting.evaluate import refuse_with_torch
 from polyamp_tensorflow.porting.fill import assign, defer_interrupts
 from polyamp_tensorflow.porting.inventory import read_keras_model
 from polyamp_tensorflow.precision.policy_module import TRAINING_MODE
+from polyamp_tensorflow.precision.tensorflow_only.keras_policies import is_quantized, own_policy
 
 
 @contextlib.contextmanager
@@ -59,7 +67,7 @@ def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
         )
     kept = _ModelSnapshot(model, wide=wide)
     try:
-        with _filter_tensorflow_log(), kept.scope(), float64_variables(model) if wide else contextlib.nullcontext():
+        with _filter_tensorflow_log(), kept.scope(), _float64_variables(model) if wide else contextlib.nullcontext():
             mode = TRAINING_MODE.set(not inference)
             try:
                 yield model
@@ -98,7 +106,7 @@ class _ModelSnapshot:
         self._strategies = {
             id(read_keras_model): read_keras_model
             for item in variables
-            if (read_keras_model := variable_strategy(native_variable(item))) is not None
+            if (read_keras_model := _variable_strategy(native_variable(item))) is not None
         }
         self._attributes = [(module.layer, dict(vars(module.layer))) for module in list_layers(model)]
         self._losses = [(layer, name, list(own[name])) for layer, own in self._attributes for name in LOSS_ATTRIBUTES]
@@ -132,6 +140,82 @@ def _variables(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def variable_strategy(variable: Any) -> Any:
+def _variable_strategy(variable: Any) -> Any:
     """Return the strategy of a variable that has copies on replicas; None for a variable without copies."""
     return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None
+
+
+@contextlib.contextmanager
+def _float64_variables(model: Any) -> Iterator[None]:
+    """Context manager that replaces a Keras model's variables by float64 ones, and sets its layers' dtypes and Keras's
+    `floatx` to float64. On exit the model has its own variables again, unchanged.
+
+    Two things stay narrower: a `keras.losses.Loss` that was created before the block casts to its own dtype, and the
+    optimizer's learning rate is a float32 number.
+
+    Raises:
+        UnsupportedError: the model is not a Keras layer, is quantized, or has several replicas.
+    """
+    layers = [module.layer for module in list_layers(model)]
+    if not is_layer(model) or any(is_quantized(layer) for layer in layers):
+        raise UnsupportedError(
+            "Keras: a model is run in float64 where it is a keras.Model or layer whose numbers are floating. Received: "
+            f"{type(model).__qualname__}{', quantized' if layers else ''}."
+        )
+    variables = {
+        id(native_variable(item)): item
+        for role in model_variables(model)
+        for item in role.values()
+        if is_floating(native_variable(item))
+    }
+    for variable in variables.values():
+        if not isinstance(variable, keras.Variable) or isinstance(
+            native_variable(variable), tf.distribute.DistributedValues
+        ):
+            raise UnsupportedError(
+                "Keras: a model is run in float64 where all its variables are Keras's, on one device. Received: "
+                f"{variable.name!r}, a {type(native_variable(variable)).__name__}."
+            )
+    floatx, held, said = keras.config.floatx(), [], []
+    try:
+        keras.config.set_floatx("float64")
+        for variable in variables.values():
+            wide = tf.Variable(tf.cast(native_variable(variable), tf.float64), trainable=variable.trainable)
+            held.append((variable, replace_variable(variable, wide)))
+        for layer in layers:
+            said += [
+                (symbolic, set_symbolic_dtype(symbolic, "float64"))
+                for symbolic in symbolic_inputs(layer)
+                if _is_floating_input(symbolic)
+            ]
+            if own_policy(layer).compute_dtype in FLOAT_DTYPES:
+                set_layer_policy(layer, keras.DTypePolicy("float64"))  # restored with the layer's attributes
+        yield
+    finally:
+        for symbolic, dtype in reversed(said):
+            set_symbolic_dtype(symbolic, dtype)
+        for variable, value in held:
+            replace_variable(variable, value)
+        keras.config.set_floatx(floatx)
+
+
+def _is_floating_input(symbolic: Any) -> bool:
+    return dtype_name(symbolic) in FLOAT_DTYPES
+
+
+class GlobalRandomState:
+    """Snapshot of Keras's global generator and TensorFlow's operation seeds. The state of a kernel that has run is
+    inside the kernel and not included."""
+
+    def __init__(self) -> None:
+        self._keras = global_seed_variable()
+        self._values = None if self._keras is None else to_numpy(self._keras)
+        self._seeds = operation_seed_source()
+        self._place = None if self._seeds is None else self._seeds.getstate()
+
+    def restore(self) -> None:
+        """Restore the snapshot; a generator that was created since stays."""
+        if self._values is not None:
+            assign(self._keras, self._values)
+        if self._seeds is not None and self._place is not None:
+            self._seeds.setstate(self._place)

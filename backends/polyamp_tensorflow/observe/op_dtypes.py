@@ -57,18 +57,18 @@ class OpDtypeRecorder:
     """Recorder of the operations in one forward pass.
 
     Args:
-        wanted: False records nothing.
+        enabled: False records nothing.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self._found: Counter[tuple[str, str, str, str]] = Counter()
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._counts: Counter[tuple[str, str, str, str]] = Counter()
         self._layers: list[tuple[str, str]] = []
 
-    def inside(self, layer: Any, path: str) -> Callable[..., Any]:
+    def wrap_call(self, layer: Any, path: str) -> Callable[..., Any]:
         """Return a layer's `call`, wrapped to mark the layer as the running one."""
         call: Callable[..., Any] = layer.call
-        if not self._wanted:
+        if not self._enabled:
             return call
         family = _family(layer)
 
@@ -84,7 +84,7 @@ class OpDtypeRecorder:
     @contextlib.contextmanager
     def record_ops(self) -> Iterator[None]:
         """Context manager that records the operations in it."""
-        if not self._wanted:
+        if not self._enabled:
             yield
             return
         with report_operations(self._note):
@@ -92,7 +92,7 @@ class OpDtypeRecorder:
 
     def rows(self) -> list[OperationCount]:
         """Return the recorded operations, in the order in which each first ran."""
-        return [OperationCount(*key, count) for key, count in self._found.items()]
+        return [OperationCount(*key, count) for key, count in self._counts.items()]
 
     def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:
         name = name.decode() if isinstance(name, bytes) else name
@@ -102,7 +102,7 @@ class OpDtypeRecorder:
         if dtypes:
             layer, family = self._layers[-1] if self._layers else ("", "")
             rule = _RULES.get(name, "follow")
-            self._found[layer, name, ", ".join(dtypes), rule if rule in ("compute", "follow") else family or rule] += 1
+            self._counts[layer, name, ", ".join(dtypes), rule if rule in ("compute", "follow") else family or rule] += 1
 
 
 def _family(layer: Any) -> str:

@@ -27,7 +27,14 @@ from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
 from polyamp_tensorflow.arrays import at_least_float32, native_variable, to_dense_float32
 from polyamp_tensorflow.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_tensorflow.own_loop.skip_report import non_finite_names
-from polyamp_tensorflow.own_loop.tensorflow_only import keras_wrapper
+from polyamp_tensorflow.own_loop.tensorflow_only.keras_loss_scale_optimizer import (
+    adopt_keras_scale,
+    check_scaler_options,
+    is_keras_wrapper_file,
+    load_from_keras,
+    pop_inner_optimizer,
+    scaler_from_arguments,
+)
 from polyamp_tensorflow.own_loop.tensorflow_only.optimizer_update import apply_or_accumulate
 from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     CURRENT_STATISTICS,
@@ -35,10 +42,10 @@ from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     StartValues,
     prepare_statistics,
 )
-from polyamp_tensorflow.own_loop.tensorflow_only.scale_loss_calls import ScaleLossCalls
 from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import (
     ApplyCall,
     MicroBatchShare,
+    ScaleLossCalls,
     ScalerState,
     micro_batch_share,
 )
@@ -134,9 +141,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         accumulate_steps: int = 1,
         **options: Any,
     ) -> None:
-        given = keras_wrapper.pop_inner_optimizer(inner_optimizer, options)
-        keras_wrapper.check_options(options)
-        scaler = keras_wrapper.scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
+        given = pop_inner_optimizer(inner_optimizer, options)
+        check_scaler_options(options)
+        scaler = scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
         values: Any = {"scaler": scaler, "clip_norm": clip_norm, "accumulate_steps": accumulate_steps}
         Recipe(policy="mixed_float16", **values)  # a recipe checks all three
         inner = SpecOptimizer(given) if is_spec(given) else given
@@ -372,8 +379,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         from older files without the record of used parameters.
         """
         inner = self.inner_optimizer
-        if self.built and not isinstance(inner, SpecOptimizer) and keras_wrapper.is_keras_wrapper_file(store, inner):
-            keras_wrapper.load_from_keras(store, inner, self.scaler, self._state.scale)
+        if self.built and not isinstance(inner, SpecOptimizer) and is_keras_wrapper_file(store, inner):
+            load_from_keras(store, inner, self.scaler, self._state.scale)
             return
         rows = [(self._state.rows, 0)] if self._state.sums else []
         later = [(self._state.used, 1)] if self._state.sums else []
@@ -435,5 +442,5 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if optimizer.built:
             made.build(own_trainable_variables(optimizer))
             scale, good = float(optimizer.dynamic_scale), int(optimizer.step_counter)
-            keras_wrapper.adopt_keras_scale(scale, good, made.scaler, made._state.scale)
+            adopt_keras_scale(scale, good, made.scaler, made._state.scale)
         return made

@@ -18,7 +18,7 @@ from polyamp_tensorflow.arrays import is_floating, native_variable
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
 from polyamp_tensorflow.models.layers import LayerEntry, is_built, is_layer, list_layers
 from polyamp_tensorflow.models.variables import model_variables
-from polyamp_tensorflow.porting.layers import weight_layers
+from polyamp_tensorflow.porting.layers import layer_table
 from polyamp_tensorflow.porting.layers.layer_record import (
     LayerRecord,
     all_variables,
@@ -70,10 +70,12 @@ class KerasInventory:
             refuse_modified_kernel(module.layer, module.path)
             parts, custom = self._parts(module)
             for part in parts:
-                inner.update(id(layer) for layer in part.inside)
+                inner.update(id(layer) for layer in part.inner_layers)
                 path = "/".join(name for name in (module.stable_path, part.suffix) if name)
-                if part.inside and part.suffix:  # a bidirectional layer's half is identified by position, not by name
-                    self.paths[id(part.inside[0])] = path
+                if (
+                    part.inner_layers and part.suffix
+                ):  # a bidirectional layer's half is identified by position, not by name
+                    self.paths[id(part.inner_layers[0])] = path
                 owner = part.owner or module.layer
                 lines = {} if custom else attribute_lines(owner, part.form, spellings[id(owner)])
                 yield self._layer(path, part, class_name(module.layer), lines)
@@ -85,7 +87,7 @@ class KerasInventory:
         registered = registered_form(module.layer)
         if registered is not None:
             return [_registered_reading(module, registered)], True
-        return weight_layers.read_layer(module.layer) or [], False
+        return layer_table.read_layer(module.layer) or [], False
 
     def _layer(self, path: str, part: LayerRecord, module: str, lines: Mapping[str, Any]) -> NativeLayer:
         names = [name for rule in part.form.rules for name in rule.native]
@@ -204,7 +206,7 @@ def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
         for item in inner_layers(layer)
         if any(id(native_variable(variable)) in keys for variable in own_variables(item).values())
     ]
-    return LayerRecord(form, arrays, inside=tuple(covered))
+    return LayerRecord(form, arrays, inner_layers=tuple(covered))
 
 
 def _set_flatten_channels(listed: list[NativeLayer], model: Any) -> list[NativeLayer]:

@@ -22,8 +22,8 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import EnsureUndo, close_stale_blocks
+from polyamp_tensorflow.models.keras_serialization import ModelSetting, add_setting, remove_setting
 from polyamp_tensorflow.models.layers import is_built, is_layer
-from polyamp_tensorflow.models.saved_settings import ModelSetting, add_setting, remove_setting
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, has_cast_variables
 from polyamp_tensorflow.precision.policy_module import POLICY_REGIONS, PolicyModule, cast_output, root_model
 from polyamp_tensorflow.precision.tensorflow_only.keras_policies import keras_policy, policy_map

@@ -1,8 +1,8 @@
-"""`mode="cast"` for models outside Keras: a `tf.Module`, or any callable with `trainable_variables` (S3).
+"""Cast mode: casts replace the variables of a `tf.Module` or another callable with `trainable_variables` (S3).
 
-While the model runs, casts of its trainable variables replace them in their attributes, so that all of the model's own
-code computes in `compute`. Gradients flow through the casts to the float32 masters. Keras layers inside follow the
-policy as layers do.
+While the model runs, the casts stand in the attributes of its trainable variables, so that all of the model's own code
+computes in `compute`. Gradients flow through the casts to the float32 masters. Keras layers, inside of such a model or
+as the model, follow the policy in both modes by their own dtypes (`autocast`).
 """
 
 from __future__ import annotations

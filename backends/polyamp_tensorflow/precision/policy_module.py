@@ -20,8 +20,8 @@ from polyamp_tensorflow.compat import copy_keras_mask
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.variables import model_variables
 
-LOSSES_READ: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
-"""Layers whose losses `loss_fn` has read so far; None outside a step. See `model_losses`."""
+LOSSES_READ: Final[ContextVar[list[Any] | None]] = ContextVar("losses_read", default=None)
+"""Layers whose losses `loss_fn` has read so far; None outside a step. See `regularization_losses`."""
 TRAINING_MODE: Final[ContextVar[bool]] = ContextVar("training", default=True)
 """Default of `training` for calls in `loss_fn`."""
 PolicyRegion = Callable[[Any, ResolvedPolicy], AbstractContextManager[ResolvedPolicy]]

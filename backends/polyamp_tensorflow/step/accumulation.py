@@ -1,6 +1,8 @@
 """The first half of a step as graph code: loss and gradients over micro-batches and replicas (S6 to S9).
 
 loss * scale -> gradients, summed over micro-batches and replicas -> / (scale * N)
+
+The variables that a forward pass writes are restored after it (S12); `Gradients` contain their new values.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_tensorflow.arrays import at_least_float32, leaves_with_paths
+from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.distributed_step import (
     all_reduce_sums_and_means,
     all_reduce_totals,
@@ -34,8 +37,8 @@ from polyamp_tensorflow.step.forward_backward import (
     state_parameters,
 )
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows
-from polyamp_tensorflow.step.state import States
-from polyamp_tensorflow.step.tensorflow_only.running_state import RunningState, restore_running_states
+from polyamp_tensorflow.step.parameter_writes import ForwardWriteTracker, ParameterWrite
+from polyamp_tensorflow.step.state import States, TensorFlowState
 
 
 def accumulate_gradients(
@@ -53,7 +56,7 @@ def accumulate_gradients(
     try:
         own = _accumulate(states, loss_fn, batch, count, weighing)
         if own.counts and averages:
-            restore_running_states(running, with_rng=True)  # that pass computed the divisors of a sum of means
+            _restore_running_states(running, with_rng=True)  # that pass computed the divisors of a sum of means
             weighing = weighing._replace(totals=all_reduce_totals(own.counts, count))
             own = _accumulate(states, loss_fn, batch, count, weighing)
         after = [each.values_after() for each in running]
@@ -61,9 +64,9 @@ def accumulate_gradients(
         if tf.executing_eagerly():
             for each in running:
                 each.find_writes()
-        restore_running_states(running, with_rng=True)
+        _restore_running_states(running, with_rng=True)
         raise
-    restore_running_states(running, with_rng=False)
+    _restore_running_states(running, with_rng=False)
     loss, sums, after, total = _reduce_over_replicas(states, own, after, batch)
     if total is not None and averages:
         by = tf.where(total > 0.0, total, 1.0)
@@ -225,3 +228,42 @@ def _fill_with_zeros(gradients: StateGradients, parameters: Mapping[ParameterKey
 
 def _batch_shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [(path, tuple(leaf.shape)) for path, leaf in leaves_with_paths(batch)]
+
+
+class RunningState:
+    """Variables of one state that a forward pass writes, recorded from before the pass.
+
+    Args:
+        state: the state.
+    """
+
+    def __init__(self, state: TensorFlowState) -> None:
+        self.state = state
+        self._rng = state.read_rng()
+        self._statistics = state.read_statistics()
+        self._tracker = ForwardWriteTracker(state.variables, state.eager_reads, state.compute_dtypes)
+        self._writes: dict[str, ParameterWrite] = {}
+
+    def find_writes(self) -> None:
+        """Find the parameters that the pass wrote; `values_before` includes them from then on."""
+        self._writes = self._tracker.find_writes()
+
+    def values_before(self, *, with_rng: bool) -> dict[str, Any]:
+        """Return the values before the pass, those of the random streams only if `with_rng`."""
+        written = {name: each.before for name, each in self._writes.items()}
+        return {**self._statistics, **(self._rng if with_rng else {}), **written}
+
+    def values_after(self) -> dict[str, Any]:
+        """Return the values after the pass, which take effect if the update is applied; without the random streams."""
+        self.find_writes()
+        return {**self.state.read_statistics(), **{name: each.after for name, each in self._writes.items()}}
+
+
+def _restore_running_states(running: Sequence[RunningState], *, with_rng: bool) -> None:
+    """Write the values from before the pass. Call it in a replica."""
+
+    def write(_: replicas.ReplicaRun, values: list[dict[str, Any]]) -> None:
+        for each, before in zip(running, values, strict=True):
+            each.state.restore_running_state(before)
+
+    replicas.merge_replica_calls(write, [each.values_before(with_rng=with_rng) for each in running])

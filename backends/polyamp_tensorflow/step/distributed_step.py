@@ -123,26 +123,28 @@ class UsedParameters(NamedTuple):
     flags: list[Any]
 
 
-def find_used_parameters(every: Sequence[tuple[int, str]], own: Collection[tuple[int, str]]) -> UsedParameters:
+def find_used_parameters(parameters: Sequence[tuple[int, str]], own: Collection[tuple[int, str]]) -> UsedParameters:
     """Return the used parameters of all replicas of this process. Call it in a replica.
 
     Args:
-        every: all parameters.
+        parameters: all parameters.
         own: those on which this replica's loss depends.
     """
     strategy = tf.distribute.get_strategy()
     union = _merge_over_replicas(lambda parts: set().union(*parts), set(own))
-    local = [key for key in every if key in union]
+    local = [key for key in parameters if key in union]
     if strategy.num_replicas_in_sync == _local_replica_count(strategy):
         return UsedParameters(local, local, [])
-    return UsedParameters(local, list(every), [tf.constant([float(key in union) for key in every], tf.float32)])
+    return UsedParameters(
+        local, list(parameters), [tf.constant([float(key in union) for key in parameters], tf.float32)]
+    )
 
 
-def check_used_parameters(every: Sequence[tuple[int, str]], means: Sequence[Any]) -> None:
+def check_used_parameters(parameters: Sequence[tuple[int, str]], means: Sequence[Any]) -> None:
     """Raise on all processes if one uses a parameter and another does not. Call it in a replica.
 
     Args:
-        every: all parameters.
+        parameters: all parameters.
         means: the averaged flags of `find_used_parameters`; empty with a single process.
 
     Raises (when the graph runs):
@@ -150,7 +152,7 @@ def check_used_parameters(every: Sequence[tuple[int, str]], means: Sequence[Any]
     """
     for flags in means:
         apart = (flags > 0.0) & (flags < 1.0)
-        names = tf.boolean_mask(tf.constant([name for _, name in every]), apart)
+        names = tf.boolean_mask(tf.constant([name for _, name in parameters]), apart)
         listed = tf.strings.reduce_join(names, separator=", ")
         tf.debugging.Assert(tf.logical_not(tf.reduce_any(apart)), [USED_PARAMETERS_DIFFER, listed], summarize=8)
 

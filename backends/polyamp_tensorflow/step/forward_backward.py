@@ -23,7 +23,7 @@ from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.grad_stats import scale_loss
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows, to_weight
 from polyamp_tensorflow.step.state import States
-from polyamp_tensorflow.step.tensorflow_only.model_losses import warn_missing_regularization
+from polyamp_tensorflow.step.tensorflow_only.regularization_losses import warn_missing_regularization
 
 ParameterKey = tuple[int, str]
 """Number of a state among those of a step, and name of one of its parameters."""

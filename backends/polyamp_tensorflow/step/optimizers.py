@@ -23,7 +23,7 @@ from polyamp.rules.group_members import GroupHyperparameters, GroupMembers, reso
 from polyamp_tensorflow.arrays import XP, at_least_float32, native_variable, to_dense
 from polyamp_tensorflow.compat import own_trainable_variables, variable_index
 from polyamp_tensorflow.models.layers import layer_path_aliases, list_layers
-from polyamp_tensorflow.models.parameter_kinds import parameter_leaves
+from polyamp_tensorflow.models.variables import parameter_leaves
 from polyamp_tensorflow.step.replicas import check_replicated
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_built_for, check_recipe_optimizer
 from polyamp_tensorflow.step.tensorflow_only.optimizer_kernels import ParameterUpdate, kernel_update

@@ -98,7 +98,7 @@ class ForwardWriteTracker:
         self._addresses = {n: _data_address(value) for n, value in self._before.items()} if self._eager else {}
         self._computes_in = compute_dtypes
 
-    def found(self, among: Collection[int] | None = None) -> dict[str, ParameterWrite]:
+    def find_writes(self, among: Collection[int] | None = None) -> dict[str, ParameterWrite]:
         """Return the writes of the pass, by `WRITE_PREFIX` and name.
 
         Args:

@@ -21,7 +21,7 @@ from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp_tensorflow.arrays import native_variable
 from polyamp_tensorflow.compat import ALL_REDUCE_GRADIENTS, is_merge_call_unavailable
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
-from polyamp_tensorflow.step.tensorflow_only.optimizer_methods import replace_methods
+from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import replace_methods
 
 ReplicaRun = Callable[..., Any]
 """`run(function, *args)`: runs the function in every replica of this process, each with its part of the arguments."""

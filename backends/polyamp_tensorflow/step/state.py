@@ -26,9 +26,8 @@ from polyamp.rules import refresh, step_checks
 from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_tensorflow.arrays import Array, assign_values, dtype_name, native_variable, to_numpy
-from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.models.layers import StructureSnapshot, is_built, is_layer
 from polyamp_tensorflow.models.variables import ModelVariables, model_variables
-from polyamp_tensorflow.models.weight_locations import WeightLocations
 from polyamp_tensorflow.precision.autocast import resolve_policy
 from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
 from polyamp_tensorflow.step.distributed_step import check_replica_variables, has_several_replicas
@@ -52,7 +51,7 @@ class _TrainingVariables(NamedTuple):
     variables: ModelVariables
     optimizer: Any
     flags: list[bool]
-    locations: WeightLocations
+    structure: StructureSnapshot
 
 
 class TensorFlowState(StateDisplayMixin):
@@ -158,7 +157,7 @@ class TensorFlowState(StateDisplayMixin):
         warn_about_average(optimizer, self.recipe.accumulate_steps)
         self.optimizer_settings = optimizer_metadata(optimizer)
         self._training = _TrainingVariables(
-            variables, optimizer, self._trainable(variables), WeightLocations(self.model)
+            variables, optimizer, self._trainable(variables), StructureSnapshot(self.model)
         )
 
     def check_unchanged(self) -> None:
@@ -168,9 +167,9 @@ class TensorFlowState(StateDisplayMixin):
             ModelError: names the first parameter that was frozen or unfrozen, or the first changed layer.
             StateError: `refresh` replaced this state.
         """
-        variables, _, before, locations = self._ready()
+        variables, _, before, structure = self._ready()
         self.check_alive()
-        changed = locations.changed()
+        changed = structure.changed()
         if changed is not None:
             raise ModelError(
                 f"{changed} than at init, of which the traced step does not know. Go on with state = "

@@ -26,7 +26,7 @@ from polyamp_tensorflow.compat import (
     UPDATE_AVERAGES,
     moving_averages,
 )
-from polyamp_tensorflow.step.tensorflow_only.optimizer_methods import replace_methods
+from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import replace_methods
 
 
 @contextlib.contextmanager

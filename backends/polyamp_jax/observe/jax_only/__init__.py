@@ -1,1 +1,1 @@
-"""JAX-specific parts of `observe`: output tags and named gradients."""
+"""JAX-specific parts of `observe`: output tags and the observers of libraries."""

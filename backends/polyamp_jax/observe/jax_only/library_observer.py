@@ -1,9 +1,15 @@
-"""`LibraryObserver`, base class of what a comparison needs of one library's models."""
+"""`LibraryObserver`, base class of what a comparison needs of one library's models: dropout off, tags, float64 copies.
+
+linen and nnx share the settings of flax's modules and attention functions.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +17,14 @@ import numpy as np
 
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
-from polyamp_jax.models.library import LIBRARIES, library_of
+from polyamp_jax.models.libraries import LIBRARIES, library_of
+
+_DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
+"""Attributes of flax layers: the compute dtype and the parameter dtype."""
 
 
 class LibraryObserver:
-    """Observer of one library, in its file in `libraries`. The defaults are those of models that are only arrays."""
+    """Observer of one library, in its file in `library_observers`. Its defaults are for models that are only arrays."""
 
     def disable_dropout(self, stack: contextlib.ExitStack) -> None:
         """Turn the library's dropout off until `stack` closes."""
@@ -38,14 +47,14 @@ class LibraryObserver:
 def observer_of(model: Any) -> LibraryObserver:
     """Return the observer of a model's library."""
     library: Any = library_of(model)
-    found: LibraryObserver = library.room("observe").OBSERVER
+    found: LibraryObserver = library.file_in("observe.library_observers").OBSERVER
     return found
 
 
 def loaded_observers() -> list[LibraryObserver]:
     """Return the observers of the libraries that the program has imported."""
     loaded = [library for library in LIBRARIES if compat.loaded_module(library.module) is not None]
-    return [library.room("observe").OBSERVER for library in loaded]
+    return [library.file_in("observe.library_observers").OBSERVER for library in loaded]
 
 
 def float64_leaf(leaf: Any) -> Any:
@@ -65,3 +74,45 @@ def replace_attribute(stack: contextlib.ExitStack, owner: Any, name: str, value:
 def identity_call(self: Any, inputs: Any, *_: Any, **__: Any) -> Any:
     """Return the inputs, in place of the `__call__` of a dropout module."""
     return inputs
+
+
+def replace_attention(stack: contextlib.ExitStack, modules: Sequence[str]) -> None:
+    """Run flax's attention functions without dropout until `stack` closes.
+
+    Args:
+        stack: restores the functions.
+        modules: the modules that define or export them.
+    """
+    for name in modules:
+        for function in ("dot_product_attention", "dot_product_attention_weights"):
+            module = compat.loaded_module(name)
+            if hasattr(module, function):
+                replace_attribute(stack, module, function, force_deterministic(getattr(module, function)))
+
+
+def force_deterministic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of flax that is called with `deterministic=True`."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "deterministic" in names and list(names).index("deterministic") < len(args):
+            return function(*args, **kwargs)  # passed by position, which flax itself never does
+        return function(*args, **{**kwargs, "deterministic": True})
+
+    return call
+
+
+def set_float64(module: Any) -> None:
+    """Set a module's floating dtype attributes to float64."""
+    for name in _DTYPE_ATTRIBUTES:
+        value = getattr(module, name, None)
+        if value is not None and not callable(getattr(value, "astype", None)) and _is_floating(value):
+            object.__setattr__(module, name, jnp.float64)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # a user attribute with the same name
+        return False

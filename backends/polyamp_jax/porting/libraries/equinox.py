@@ -1,4 +1,4 @@
-"""`PortingLibrary` for equinox models, based on `equinox_walk` and `equinox_layers`."""
+"""`PortingLibrary` for equinox models, based on `equinox_traversal` and `equinox_layers`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import shape_struct
+from polyamp_jax.models.adapters.equinox import split_model, walk_modules
 from polyamp_jax.models.call_hook import hook_calls
-from polyamp_jax.models.libraries.equinox import split_model, walk_modules
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
-from polyamp_jax.porting.libraries.equinox_walk import EquinoxLayer, EquinoxWalk
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.equinox_traversal import EquinoxLayer, EquinoxTraversal
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
@@ -79,9 +79,9 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     return jax.vmap(sample)(*inputs, jax.random.split(key, size), jnp.arange(size))
 
 
-def _walk(model: Any) -> EquinoxWalk:
+def _walk(model: Any) -> EquinoxTraversal:
     split_model(model)  # raises if it is no equinox model
-    return EquinoxWalk(model)
+    return EquinoxTraversal(model)
 
 
 def _native_layer(part: EquinoxLayer) -> NativeLayer:

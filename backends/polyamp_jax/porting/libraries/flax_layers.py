@@ -1,9 +1,13 @@
-"""Forms of flax's layers that consist of one module: dense, convolutions, embedding, norms, PReLU.
+"""Forms of flax's layers: dense, convolutions, embedding, norms, PReLU, recurrent cells and attention.
 
 linen's and nnx's layers have the same arrays and names of settings, so one function returns the form of both.
 
 Each function takes the shapes of the layer's arrays by name, and its settings. These are a linen module's fields or an
 nnx module's attributes, or empty if only the name of the class is known. Unknown attributes are left out.
+
+Recurrent cells and attention consist of several modules; the names of their arrays are paths in the layer
+("hi/kernel"). linen has a kernel for each gate; nnx's optimised cells have one kernel for all gates, in the canonical
+order.
 """
 
 from __future__ import annotations
@@ -13,11 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
-from polyamp.porting.layouts.operations import Flip, Operation, Reshape, Shape, Transpose
+from polyamp.porting.layouts.operations import First, Flip, Join, Merge, Operation, Reshape, Shape, Transpose
 
 Shapes = Mapping[str, Shape]
 LayerSettings = Mapping[str, Any]
 FormMaker = Callable[[Shapes, LayerSettings], Form]
+
+
+_MODES: Final = {"CIRCULAR": "circular", "REFLECT": "reflect"}
+"""flax's paddings that use values of the input -> the canonical mode."""
+
+LSTM_GATES: Final = ("i", "f", "g", "o")
+GRU_GATES: Final = ("r", "z", "n")
+"""The letters of the gates in flax's names, in canonical order."""
 
 
 class RefusedError(Exception):
@@ -270,5 +282,80 @@ def _select_settings(settings: LayerSettings, *names: str) -> dict[str, Any]:
     return {name: float(settings[name]) for name in names if name in settings}
 
 
-_MODES: Final = {"CIRCULAR": "circular", "REFLECT": "reflect"}
-"""flax's paddings that use values of the input -> the canonical mode."""
+def lstm(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `LSTMCell` and `OptimizedLSTMCell`. Only the recurrent half has a bias."""
+    if "dense_i/kernel" in shapes:
+        rules = [*_cell_kernel_rules(), Rule(("dense_h/bias",), ("bias", "recurrent_bias"), (Merge(),))]
+    else:
+        forget = "if_" if "if_/kernel" in shapes else "if"  # nnx: `if` is a reserved word in Python
+        inputs = tuple(f"{name}/kernel" for name in ("ii", forget, "ig", "io"))
+        hidden = tuple(f"h{gate}/kernel" for gate in LSTM_GATES)
+        biases = tuple(f"h{gate}/bias" for gate in LSTM_GATES)
+        rules = [
+            Rule(inputs, ("input_kernel",), (_join_gates(shapes, inputs),)),
+            Rule(hidden, ("recurrent_kernel",), (_join_gates(shapes, hidden),)),
+            Rule(biases, ("bias", "recurrent_bias"), (_join_gates(shapes, biases), Merge())),
+        ]
+    return Form("lstm", tuple(rules), _activation_attributes(settings))
+
+
+def gru(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `GRUCell`, which resets after the product. linen's has a recurrent bias for the candidate,
+    nnx's has no recurrent bias."""
+    if "dense_i/kernel" in shapes:
+        merge = Merge(blocks=3, absent=(2,))
+        rules = [*_cell_kernel_rules(), Rule(("dense_i/bias",), ("bias", "recurrent_bias"), (merge,))]
+    else:
+        inputs = tuple(f"i{gate}/kernel" for gate in GRU_GATES)
+        hidden = tuple(f"h{gate}/kernel" for gate in GRU_GATES)
+        biases = tuple(f"i{gate}/bias" for gate in GRU_GATES)
+        both = (First(3, _join_gates(shapes, biases)), Merge(kept=(2,), blocks=3))
+        rules = [
+            Rule(inputs, ("input_kernel",), (_join_gates(shapes, inputs),)),
+            Rule(hidden, ("recurrent_kernel",), (_join_gates(shapes, hidden),)),
+            Rule((*biases, "hn/bias"), ("bias", "recurrent_bias"), both),
+        ]
+    return Form("gru", tuple(rules), {**_activation_attributes(settings), "reset": "after"})
+
+
+def simple_rnn(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `SimpleCell`."""
+    if settings.get("residual"):
+        raise RefusedError("residual=True adds the state before the activation")
+    ours, state = ("dense_i", "dense_h") if "dense_i/kernel" in shapes else ("i", "h")
+    rules = (*_cell_kernel_rules(ours, state), Rule((f"{ours}/bias",), ("bias", "recurrent_bias"), (Merge(),)))
+    return Form("simple_rnn", rules, _activation_attributes(settings))
+
+
+def attention(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `MultiHeadDotProductAttention` and `MultiHeadAttention`, which have the canonical layout."""
+    if settings.get("decode"):
+        raise RefusedError("decode=True: it keeps a cache of what it has read; port the model without it")
+    rules = []
+    for ours, name in (("query", "query"), ("key", "key"), ("value", "value"), ("out", "output")):
+        rules += [
+            Rule((f"{ours}/{array}",), (f"{name}_{array}",))
+            for array in ("kernel", "bias")
+            if f"{ours}/{array}" in shapes
+        ]
+    attributes: dict[str, Any] = {}
+    if settings:
+        attributes["dropout"] = float(settings["dropout_rate"])
+        if getattr(settings["attention_fn"], "__name__", "") == "dot_product_attention":
+            attributes |= {"scale": shapes["query/kernel"][-1] ** -0.5, "mask": "keep"}
+    return Form("attention", tuple(rules), attributes)
+
+
+def _cell_kernel_rules(inputs: str = "dense_i", hidden: str = "dense_h") -> tuple[Rule, ...]:
+    return Rule((f"{inputs}/kernel",), ("input_kernel",)), Rule((f"{hidden}/kernel",), ("recurrent_kernel",))
+
+
+def _join_gates(shapes: Shapes, names: tuple[str, ...]) -> Join:
+    return Join(tuple(shapes[name][-1] for name in names))
+
+
+def _activation_attributes(settings: LayerSettings) -> dict[str, Any]:
+    """Return the activations that have a name."""
+    wanted = {"activation": settings.get("activation_fn"), "recurrent_activation": settings.get("gate_fn")}
+    named = {attribute: getattr(function, "__name__", "") for attribute, function in wanted.items()}
+    return {attribute: name for attribute, name in named.items() if name}

@@ -1,6 +1,6 @@
 """`PortingLibrary` for plain functions, `(apply_fn, params)`, with any pytree of arrays.
 
-Layers are recognised only by names and shapes (`function_names`): `{"w": ..., "b": ...}`, a tuple of a kernel and a
+Layers are recognised only by names and shapes (`layer_inference`): `{"w": ..., "b": ...}`, a tuple of a kernel and a
 bias as in JAX's own examples, or `w1` with `b1`. There are no modules, so a batch adds no information.
 """
 
@@ -20,8 +20,8 @@ from polyamp_jax.arrays import join_path, named_leaves, path_name
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import ArrayPlace, Weight
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments
-from polyamp_jax.porting.libraries.function_names import group_arrays
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.layer_inference import group_arrays
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
 _KEYS: Final = ("key", "rng")
 """Arguments that accept a random key, which is not used in inference."""

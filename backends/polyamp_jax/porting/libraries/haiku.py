@@ -1,31 +1,36 @@
 """`PortingLibrary` for haiku models: `(hk.Transformed, params)` and `(hk.TransformedWithState, (params, state))`.
 
-Their arrays are mappings of names. With a batch, `haiku_modules` finds the modules of these names. Without a batch, a
-layer's possible forms are inferred from names and shapes (`haiku_names`).
+Their arrays are mappings of names. With a batch, a recorded call finds the modules of these names. Without a batch,
+a layer's possible forms are inferred from names and shapes (`haiku_layer_inference`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import haiku as hk
+import jax
 
-from polyamp.errors import PortError
+from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
-from polyamp_jax.models.libraries.haiku import split_model
+from polyamp_jax.models.adapters.haiku import split_model, takes_rng
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight
+from polyamp_jax.porting.jax_only.inference_flags import INFERENCE_FLAGS, set_inference_arguments
 from polyamp_jax.porting.libraries import haiku_layers as forms
-from polyamp_jax.porting.libraries import haiku_modules
 from polyamp_jax.porting.libraries.flax_layers import RefusedError
+from polyamp_jax.porting.libraries.haiku_layer_inference import composite_forms, forms_by_name, parameter_forms
 from polyamp_jax.porting.libraries.haiku_layers import HaikuCall, Shapes
-from polyamp_jax.porting.libraries.haiku_names import composite_forms, forms_by_name, parameter_forms
-from polyamp_jax.porting.libraries.library import CallInputs
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
+_SIGNATURE_ERRORS: Final = ("unexpected keyword argument", "multiple values for", "required positional argument")
+"""Parts of Python's error messages for an unknown argument, a repeated one, or a missing other one."""
 _COUNTER_REASON: Final = (
     "counts the batches behind a moving average; a port sets it so that nothing is corrected any more"
 )
@@ -35,7 +40,7 @@ _HIDDEN_REASON: Final = "the moving average before it is corrected for its start
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     """Return the layers; see `PortingLibrary.inventory`."""
     found = _HaikuArrays(model)
-    calls = {} if batch is None else haiku_modules.record_calls(model, batch)
+    calls = {} if batch is None else _record_calls(model, batch)
     layers = list(found.layers(calls))
     if calls:
         order = {path: number for number, path in enumerate(calls)}
@@ -57,8 +62,32 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return array_places.replace_leaves(model, _HaikuArrays(model).weights(), arrays)
 
 
-inference_model = haiku_modules.inference_model
-run = haiku_modules.run
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the model in inference mode, until `stack` closes; unchanged if it has several functions."""
+    apply = model[0].apply
+    if not callable(apply):
+        return model
+    stateful = isinstance(model[0], hk.TransformedWithState)
+    first = 1 + stateful + takes_rng(apply, stateful)
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **{**_inference_flags(apply, args[:first], CallInputs(args[first:], kwargs)), **kwargs})
+
+    stack.enter_context(hk.intercept_methods(_call_in_inference))
+    return model[0]._replace(apply=call), *model[1:]
+
+
+def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+    """Return the outputs of a model on a batch in inference mode."""
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        output = _call_in_inference(call, args, kwargs, context)
+        if context.method_name == "__call__":
+            record(context.module.module_name, output)
+        return output
+
+    return _call_with_interceptor(model, batch, intercept)
 
 
 class _HaikuArrays:
@@ -258,3 +287,64 @@ _ATTRIBUTE_WORDS: Final = {
     "dilation": "rate",
     "groups": "feature_group_count",
 }
+
+
+def _record_calls(model: Any, batch: CallInputs) -> dict[str, HaikuCall]:
+    """Return path of a module -> its recorded call, in the order in which the calls began."""
+    found: dict[str, HaikuCall] = {}
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name == "__init__":  # it has no name yet
+            return call(*args, **kwargs)
+        path = context.module.module_name
+        if path not in found or not found[path].inputs:
+            given = args if context.method_name == "__call__" else ()
+            shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves((given, kwargs)) if hasattr(leaf, "shape")]
+            found[path] = HaikuCall(context.module, shapes[0] if shapes else ())
+        return call(*args, **kwargs)
+
+    jax.eval_shape(lambda arrays: _call_with_interceptor((model[0], *arrays), batch, intercept), model[1:])
+    return found
+
+
+def _call_in_inference(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    if context.method_name == "__call__":
+        args, kwargs = set_inference_arguments(context.orig_method, args, kwargs, add=False)
+    return call(*args, **kwargs)
+
+
+def _call_with_interceptor(model: Any, batch: CallInputs, intercept: Callable[..., Any]) -> Any:
+    """Return the outputs of a model, with an interceptor around its modules.
+
+    Raises:
+        ModelError: it has several functions, and none of them is the model's own.
+    """
+    transformed, arrays = model[0], model[1:] if len(model) == 3 else model[1]
+    apply = transformed.apply
+    if not callable(apply):
+        raise ModelError(
+            "a model made by hk.multi_transform has several functions: make one of it with hk.transform to call it."
+        )
+    stateful = isinstance(arrays, tuple)
+    first = (*(arrays if stateful else (arrays,)), *((jax.random.key(0),) if takes_rng(apply, stateful) else ()))
+
+    flags = _inference_flags(apply, first, batch)
+    with hk.intercept_methods(intercept):
+        outputs = apply(*first, *batch.args, **{**flags, **batch.kwargs})
+    return outputs[0] if stateful else outputs
+
+
+def _inference_flags(apply: Callable[..., Any], arrays: Any, batch: CallInputs) -> dict[str, bool]:
+    """Return the inference flags that the function accepts. haiku hides the signature, so trial calls find them."""
+    taken: dict[str, bool] = {}
+    for name, value in INFERENCE_FLAGS.items():
+        if name not in batch.kwargs:
+            kwargs = {**batch.kwargs, name: value}
+            try:
+                jax.eval_shape(functools.partial(apply, **kwargs), *arrays, *batch.args)
+            except TypeError as error:
+                if not any(words in str(error) for words in _SIGNATURE_ERRORS):
+                    raise
+            else:
+                taken[name] = value
+    return taken

@@ -1,26 +1,27 @@
 """`PortingLibrary` for flax.linen models, `(module, variables)`.
 
-A linen model's arrays are nested mappings without classes. Layers of visible modules are read from these
-(`linen_modules`). The others are inferred from the names and shapes of their arrays (`linen_names`).
+A linen model's arrays are nested mappings without classes. Layers of visible modules are read from these: the modules
+in fields and of `setup`, and with a batch all that are called, under `jax.eval_shape`. The others are inferred from the
+names and shapes of their arrays (`linen_layer_inference`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
+import numpy as np
 from flax import core, linen
 
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
-from polyamp_jax.models.libraries.linen import split_model
+from polyamp_jax.models.adapters.linen import split_model
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
-from polyamp_jax.porting.libraries.linen_modules import inspect_modules
-from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenTree
+from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 from polyamp_jax.porting.libraries.stacked_layers import unstack_arrays
 
 IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations")
@@ -30,7 +31,7 @@ IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     """Return the layers; see `PortingLibrary.inventory`."""
     module, variables = _check_model(model)
-    found = inspect_modules(module, variables, batch)
+    found = _inspect_modules(module, variables, batch)
     calls = {path: number for number, path in enumerate(found.modules)}
     tree, left, weights = LinenTree(found), {}, []
     for array in _flat_arrays(variables):
@@ -113,3 +114,85 @@ def _flat_arrays(variables: Any) -> Iterator[LinenArray]:
         name = path_name(tuple(rest))
         trained = collection.key == "params"
         yield LinenArray(name if trained else path_name(keys), collection.key, path, leaf, trained)
+
+
+def _inspect_modules(module: Any, variables: Any, batch: CallInputs | None) -> LinenStructure:
+    """Return the visible structure of a model, with a batch or without."""
+    structure = LinenStructure()
+    if batch is not None:
+        _inspect_calls(module, batch, structure)
+    jax.eval_shape(lambda given: module.apply(given, method=lambda root: _walk_attributes(root, structure)), variables)
+    return structure
+
+
+def _note_module(structure: LinenStructure, module: Any) -> None:
+    """Record a bound module."""
+    structure.modules.setdefault(tuple(module.path), module)
+    if isinstance(module, linen.RNN):
+        structure.reverse.setdefault(tuple(module.cell.path), bool(module.reverse))
+
+
+def _walk_attributes(module: Any, structure: LinenStructure) -> None:
+    """Record a bound module, the modules in its attributes, and those inside them."""
+    hasattr(module, "setup_is_done")  # looking up a missing name makes linen call `setup`
+    _note_module(structure, module)
+    if isinstance(module, linen.Bidirectional):
+        for rnn, reverse in ((module.forward_rnn, False), (module.backward_rnn, True)):
+            if isinstance(rnn, linen.RNN):
+                structure.reverse[tuple(rnn.cell.path)] = reverse
+    for name, value in vars(module).items():
+        if name not in ("parent", "scope") and not name.startswith("_"):
+            for child in _submodules(value):
+                if child.scope is not None and tuple(child.path) not in structure.modules:
+                    _walk_attributes(child, structure)
+
+
+def _submodules(value: Any) -> Sequence[Any]:
+    if isinstance(value, linen.Module):
+        return [value]
+    if isinstance(value, Mapping):
+        return [module for item in value.values() for module in _submodules(item)]
+    if isinstance(value, list | tuple):
+        return [module for item in value for module in _submodules(item)]
+    return []
+
+
+def _inspect_calls(module: Any, batch: CallInputs, structure: LinenStructure) -> None:
+    """Record the modules that run in a call of the model, and the order of its arrays."""
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        current = context.module
+        if current.scope is None or context.method_name == "setup" or not hasattr(type(current), context.method_name):
+            return call(*args, **kwargs)  # functions run by lifted transformations are no methods of the class
+        _note_module(structure, current)
+        if isinstance(current, linen.RNN) and kwargs.get("reverse") is not None:
+            structure.reverse[tuple(current.cell.path)] = bool(kwargs["reverse"])
+        output = call(*args, **kwargs)
+        own = structure.shapes.setdefault(tuple(current.path), {})
+        for collection in current.variables.values():
+            own.update({name: np.shape(value) for name, value in collection.items() if hasattr(value, "shape")})
+        return output
+
+    def make(arrays: Any) -> None:
+        args, kwargs = jax.tree.unflatten(treedef, [_argument_value(leaf, arrays) for leaf in flat])
+        args, kwargs = set_inference_arguments(module.__call__, args, kwargs, add=True)
+        with linen.intercept_methods(intercept):
+            variables = module.init(jax.random.key(0), *args, **kwargs)
+        for collection, tree in variables.items():
+            structure.order += [(collection, *path) for path in _leaf_paths(tree)]
+
+    flat, treedef = jax.tree.flatten((batch.args, dict(batch.kwargs)))
+    arrays = {number: leaf for number, leaf in enumerate(flat) if isinstance(leaf, np.ndarray | jax.Array)}
+    flat = [number if number in arrays else (leaf,) for number, leaf in enumerate(flat)]
+    jax.eval_shape(make, arrays)
+
+
+def _argument_value(leaf: Any, arrays: Mapping[int, Any]) -> Any:
+    return arrays[leaf] if isinstance(leaf, int) else leaf[0]
+
+
+def _leaf_paths(tree: Any) -> list[tuple[str, ...]]:
+    """Return the paths of the leaves of nested mappings in the mappings' own order. JAX's functions would sort them."""
+    if not isinstance(tree, Mapping):
+        return [()]
+    return [(str(key), *path) for key, item in tree.items() for path in _leaf_paths(item)]

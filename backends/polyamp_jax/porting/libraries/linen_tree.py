@@ -13,9 +13,8 @@ from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
-from polyamp_jax.porting.libraries import linen_names
-from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, parameter_form
-from polyamp_jax.porting.libraries.flax_table import (
+from polyamp_jax.porting.libraries import linen_layer_inference
+from polyamp_jax.porting.libraries.flax_layer_table import (
     ARRAY_NAMES,
     CELL_KINDS,
     attribute_lines,
@@ -23,6 +22,7 @@ from polyamp_jax.porting.libraries.flax_table import (
     make_form,
     refusal_error,
 )
+from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, parameter_form
 
 LinenPath = tuple[str, ...]
 
@@ -148,15 +148,15 @@ class LinenTree:
             yield _native_layer(path, node.arrays_by_path(), (form,), qualified_name(type(module)))
             return
         if spec is not None and spec.is_composite:
-            yield self._layer(path, node.arrays_by_path(linen_names.NORM_SUBMODULES), module)
-            node = node.select_submodules(linen_names.NORM_SUBMODULES)
+            yield self._layer(path, node.arrays_by_path(linen_layer_inference.NORM_SUBMODULES), module)
+            node = node.select_submodules(linen_layer_inference.NORM_SUBMODULES)
         elif spec is not None:
             yield self._layer(path, {name: array for name, array in node.arrays.items() if name in ARRAY_NAMES}, module)
             node.arrays = {name: array for name, array in node.arrays.items() if name not in ARRAY_NAMES}
         elif (maker := self._composite(node, path, module)) is not None:
-            arrays = node.arrays_by_path(linen_names.NORM_SUBMODULES)
+            arrays = node.arrays_by_path(linen_layer_inference.NORM_SUBMODULES)
             yield _native_layer(path, arrays, (maker(_array_shapes(arrays), {}),))
-            node = node.select_submodules(linen_names.NORM_SUBMODULES)
+            node = node.select_submodules(linen_layer_inference.NORM_SUBMODULES)
         yield from self._by_names(node, path)
         for name, child in node.children.items():
             yield from self._under(child, (*path, name))
@@ -166,17 +166,17 @@ class LinenTree:
         if module is not None or node.arrays:
             return None
         try:
-            return linen_names.composite_maker(
+            return linen_layer_inference.composite_maker(
                 {name: _array_shapes(child.arrays) for name, child in node.children.items()}
             )
         except RefusedError as error:
             raise refusal_error("/".join(path), f"flax.linen.{error}") from None
 
     def _by_names(self, node: _LinenNode, path: LinenPath) -> Iterator[NativeLayer]:
-        for names in linen_names.group_arrays(node.arrays):
+        for names in linen_layer_inference.group_arrays(node.arrays):
             arrays = {name: node.arrays[name] for name in names}
             try:
-                forms = linen_names.forms_by_name(path[-1] if path else "", _array_shapes(arrays))
+                forms = linen_layer_inference.forms_by_name(path[-1] if path else "", _array_shapes(arrays))
             except RefusedError as error:
                 raise refusal_error("/".join(path), f"flax.linen: {error}") from None
             if len(arrays) > 1 and forms:

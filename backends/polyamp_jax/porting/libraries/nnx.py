@@ -18,22 +18,22 @@ from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path, named_leaves, path_name
+from polyamp_jax.models.adapters.nnx import split_model, walk_modules
 from polyamp_jax.models.call_hook import hook_calls
-from polyamp_jax.models.libraries.nnx import split_model, walk_modules
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
-from polyamp_jax.porting.libraries.flax_layers import parameter_form
-from polyamp_jax.porting.libraries.flax_table import (
+from polyamp_jax.porting.libraries.flax_layer_table import (
     ARRAY_NAMES,
     CELL_KINDS,
     attribute_lines,
     find_layer_spec,
     make_form,
 )
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
-from polyamp_jax.porting.libraries.linen_names import NORM_SUBMODULES
+from polyamp_jax.porting.libraries.flax_layers import parameter_form
+from polyamp_jax.porting.libraries.linen_layer_inference import NORM_SUBMODULES
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
 
 IGNORED_VARIABLES: Final = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
 """Variable types without weights."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
-from polyamp_jax.porting.libraries.flax_table import flax_class, refusal_error
+from polyamp_jax.porting.libraries.flax_layer_table import flax_class, refusal_error
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenPath, LinenStructure
 
 

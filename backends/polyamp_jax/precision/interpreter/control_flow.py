@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import lookahead
+from polyamp_jax.precision.interpreter import program_analysis
 from polyamp_jax.precision.interpreter.interpreter import Interpreter, StructureRule, program_value
-from polyamp_jax.precision.interpreter.products import neutral_precision
-from polyamp_jax.precision.interpreter.staging import trace_function
-from polyamp_jax.precision.interpreter.values import CASTABLE_DTYPES, FLOAT32, ProgramValue, ValueTraits
+from polyamp_jax.precision.interpreter.matrix_products import neutral_precision
+from polyamp_jax.precision.interpreter.program_value import CASTABLE_DTYPES, FLOAT32, ProgramValue, ValueTraits
+from polyamp_jax.precision.interpreter.tracing import trace_function
 
 
 def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) -> list[ProgramValue]:
@@ -55,16 +55,18 @@ def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) 
     carried = [v.aval for v in closed.jaxpr.invars[first:split]]
     how = compat.scan_options(eqn)
     logarithms = run.settings.logarithms
-    output_needs = lookahead.loop_output_needs(closed.jaxpr, run.output_needs, first, len(carried), logarithms)
-    read = [n for n in lookahead.indexed_inputs(closed.jaxpr) if n < first and operands[n].narrow]
+    output_needs = program_analysis.loop_output_needs(closed.jaxpr, run.output_needs, first, len(carried), logarithms)
+    read = [n for n in program_analysis.indexed_inputs(closed.jaxpr) if n < first and operands[n].narrow]
 
     def loop(*arrays: Any, read: Sequence[int] = ()) -> list[Any]:
-        given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
+        given = [v.with_array(array) for v, array in zip(operands, arrays, strict=True)]
         wide = {n: given[n].array(FLOAT32) for n in read}
         consts, carry, xs = given[:first], given[first:split], given[split:]
 
         def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
-            values = [v.widen_inside(wide[n]) if n in wide else v.inside(v.array()) for n, v in enumerate(consts)]
+            values = [
+                v.with_float32_array(wide[n]) if n in wide else v.with_array(v.array()) for n, v in enumerate(consts)
+            ]
             values += [program_value(array, aval) for array, aval in zip(carry, carried, strict=True)]
             values += [v.part(item) for v, item in zip(xs, items, strict=True)]
             out = run.run(closed.jaxpr, closed.consts, values, output_needs)
@@ -105,15 +107,17 @@ def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue])
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     avals = [v.aval for v in step.jaxpr.invars[params["body_nconsts"] :]]
     body_nconsts, logarithms = params["body_nconsts"], run.settings.logarithms
-    output_needs = lookahead.loop_output_needs(step.jaxpr, run.output_needs, body_nconsts, len(avals), logarithms)
+    output_needs = program_analysis.loop_output_needs(
+        step.jaxpr, run.output_needs, body_nconsts, len(avals), logarithms
+    )
 
     def loop(*arrays: Any) -> list[Any]:
-        given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
+        given = [v.with_array(array) for v, array in zip(operands, arrays, strict=True)]
 
         def inner(
             program: Any, consts: list[ProgramValue], carry: Iterable[Any], output_needs: Any = ()
         ) -> list[ProgramValue]:
-            values = [v.inside(v.array()) for v in consts]
+            values = [v.with_array(v.array()) for v in consts]
             values += [program_value(array, aval) for array, aval in zip(carry, avals, strict=True)]
             return run.run(program.jaxpr, program.consts, values, output_needs)
 
@@ -139,7 +143,7 @@ def _cond(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) 
     branches = eqn.params["branches"]
 
     def select(index: Any, *arrays: Any) -> list[Any]:
-        given = [v.inside(array) for v, array in zip(operands[1:], arrays, strict=True)]
+        given = [v.with_array(array) for v, array in zip(operands[1:], arrays, strict=True)]
         traced = [_rewrite_program(run, branch, given)[0] for branch in branches]
         joined = [
             functools.reduce(_join_traits, dtypes) for dtypes in zip(*[_output_dtypes(t) for t in traced], strict=True)
@@ -160,7 +164,7 @@ def _custom_jvp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramVa
     closed, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
     traced, traits = _rewrite_program(run, closed, operands)
     dtypes = _output_dtypes(traced)
-    shells = [v.inside(None) for v in operands[count:]]  # JAX caches `rule`: it must not keep this trace's arrays
+    shells = [v.with_array(None) for v in operands[count:]]  # JAX caches `rule`: it must not keep this trace's arrays
 
     def rule(*args: Any) -> list[Any]:
         half = len(args) // 2
@@ -168,7 +172,7 @@ def _custom_jvp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramVa
         with neutral_precision():
             jaxpr, consts, zeros = compat.jvp_rule(eqn, [compat.is_symbolic_zero(t) for t in tangents])
         nonzero = [t for t in tangents if not compat.is_symbolic_zero(t)]
-        values = [v.inside(array) for v, array in zip(shells, primals, strict=True)]
+        values = [v.with_array(array) for v, array in zip(shells, primals, strict=True)]
         values += [program_value(t, var.aval) for t, var in zip(nonzero, jaxpr.invars[len(values) :], strict=True)]
         out = run.run(jaxpr, consts, values, run.output_needs)
         made = [_array_in_dtype(v, dtype) for v, dtype in zip(out, dtypes, strict=False)]
@@ -269,7 +273,7 @@ def _rewrite_program(
     traits: list[ValueTraits] = []
 
     def inner(*args: Any) -> list[Any]:
-        values = [v.inside(a) for v, a in zip(operands, args, strict=True)]
+        values = [v.with_array(a) for v, a in zip(operands, args, strict=True)]
         out = run.run(closed.jaxpr, closed.consts, values, run.output_needs)
         traits.extend(v.traits._replace(leaf=False) for v in out)
         return [v.array() for v in out]

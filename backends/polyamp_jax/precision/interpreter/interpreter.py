@@ -18,11 +18,10 @@ import numpy as np
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import lookahead, products, tags
-from polyamp_jax.precision.interpreter.lookahead import PrecisionNeed
-from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.staging import KEEP_SCOPE
-from polyamp_jax.precision.interpreter.values import (
+from polyamp_jax.precision.interpreter import matrix_products, program_analysis, tag_primitive
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
+from polyamp_jax.precision.interpreter.program_analysis import PrecisionNeed
+from polyamp_jax.precision.interpreter.program_value import (
     CASTABLE_DTYPES,
     FLOAT32,
     NO_TRAITS,
@@ -31,6 +30,7 @@ from polyamp_jax.precision.interpreter.values import (
     ValueTraits,
     literal_value,
 )
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
 from polyamp_jax.precision.op_list import LOGARITHMS, MOVES, REDUCTIONS, SCATTERS, STRUCTURES, OpRule, rules_for
 
 StructureRule = Callable[["Interpreter", compat.JaxprEqn, list[ProgramValue]], list[ProgramValue]]
@@ -81,7 +81,7 @@ class Interpreter:
         recorder: records every operation, or None.
         scopes: names of the scopes around the program.
         default: precision of products that specify none.
-        output_needs: precision needs of the results of the equation that contains the program. See `lookahead`.
+        output_needs: precision needs of the results of the equation that contains the program. See `program_analysis`.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class Interpreter:
             values: values of its inputs.
             output_needs: precision needs of its first outputs.
         """
-        jaxpr, marked, marked_last = tags.strip_tags(jaxpr)
+        jaxpr, marked, marked_last = tag_primitive.strip_tags(jaxpr)
         known: dict[compat.Var, ProgramValue] = {}
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             known[var] = program_value(array, var.aval, ValueTraits(leaf=True, rank=np.ndim(array)))
         known.update(zip(jaxpr.invars, values, strict=True))
-        output_needs = (*output_needs, *lookahead.no_needs(len(jaxpr.outvars) - len(output_needs)))
-        plan = lookahead.analyze_program(jaxpr, output_needs, self.settings.logarithms)
+        output_needs = (*output_needs, *program_analysis.no_needs(len(jaxpr.outvars) - len(output_needs)))
+        plan = program_analysis.analyze_program(jaxpr, output_needs, self.settings.logarithms)
 
         def read(atom: Any) -> ProgramValue:
             if not isinstance(atom, compat.Literal):
@@ -144,7 +144,7 @@ class Interpreter:
 
         def show(index: int) -> None:
             for var, params in marked.get(index, ()):
-                known[var] = known[var].tag(tags.TAG_PRIMITIVE, params)
+                known[var] = known[var].tag(tag_primitive.TAG_PRIMITIVE, params)
 
         show(-1)
         for index, eqn in enumerate(jaxpr.eqns):
@@ -219,14 +219,14 @@ class Interpreter:
             return ("follow" if rule == "follow" else "promote"), "off"
         if dtype == FLOAT32:
             return FLOAT32, reason or rule
-        if products.has_explicit_precision(eqn):
+        if matrix_products.has_explicit_precision(eqn):
             return "opaque", "precision"
         if rule == "compute":
-            if not products.can_run_narrow(eqn, operands):
+            if not matrix_products.can_run_narrow(eqn, operands):
                 return "opaque", "opaque"
-            if products.is_multiplication(eqn):
+            if matrix_products.is_multiplication(eqn):
                 return "promote", "promote (outer product)"
-            if products.is_inner_product(eqn):
+            if matrix_products.is_inner_product(eqn):
                 return FLOAT32, "float32 (inner product)"
             return dtype, reason or rule
         if rule == "float32":
@@ -237,7 +237,7 @@ class Interpreter:
             return FLOAT32, "float32 (reciprocal)"
         if name in ("add", "sub") and _is_bias(operands, either=name == "add"):
             return dtype, "compute (bias)"
-        need = lookahead.float32_reason(name, needs)
+        need = program_analysis.float32_reason(name, needs)
         return (FLOAT32, f"float32 ({need})") if need else (rule, rule)
 
     def _dtype(self, operands: list[ProgramValue], scopes: tuple[str, ...]) -> tuple[Any, str]:
@@ -272,13 +272,13 @@ class Interpreter:
             arrays = [v.array() for v in operands]
         else:
             arrays = [v.array(chosen if v.castable else None, note) for v in operands]
-        out = self._bound(eqn, name, operands, arrays, chosen)
+        out = self._bind(eqn, name, operands, arrays, chosen)
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
         traits = _result_traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")
         return [program_value(array, var.aval, traits) for var, array in zip(eqn.outvars, out, strict=True)]
 
-    def _bound(
+    def _bind(
         self, eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue], arrays: list[Any], chosen: Any
     ) -> list[Any]:
         """Return the results of an operation on arrays in the chosen dtypes."""
@@ -288,10 +288,10 @@ class Interpreter:
             chosen == "follow"
             and self.settings.base is not None
             and operands[0].narrow
-            and lookahead.is_indexed_read(eqn)
+            and program_analysis.is_indexed_read(eqn)
         ):
             return [_read_indexed(eqn, operands[0], arrays)]
-        return compat.bind_equation(eqn, arrays, products.equation_parameters(eqn, chosen, arrays, self.default))
+        return compat.bind_equation(eqn, arrays, matrix_products.equation_parameters(eqn, chosen, arrays, self.default))
 
     def _convert(self, eqn: compat.JaxprEqn, value: ProgramValue, *, is_single_use: bool) -> ProgramValue:
         """Evaluate `convert_element_type`. The program's own casts between float dtypes are kept, with two exceptions.

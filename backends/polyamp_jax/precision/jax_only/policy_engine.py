@@ -19,19 +19,19 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, module_paths
-from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.model_pass import ModelPass
 from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.module_proxy import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.models.nnx_arguments import ArgumentObjects, extract_objects, insert_objects
 from polyamp_jax.models.parameter_writes import conform_writes, drop_unchanged_writes, output_origins, writes_on_masters
 from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params, module_dtype, module_dtypes
+from polyamp_jax.precision.interpreter.casting_recorder import Recorder
+from polyamp_jax.precision.interpreter.evaluation import evaluate
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.run import evaluate
-from polyamp_jax.precision.interpreter.staging import FunctionTrace, innermost_policy_scope
+from polyamp_jax.precision.interpreter.tracing import FunctionTrace, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_regions, region_plan
 
 MAPPED_CALL_ERROR: Final = (
@@ -82,7 +82,7 @@ class PolicyEngine:
         adapter, plan, params, masters: as passed.
         start: the running state before the pass.
         native: outside of a step, the user's own model.
-        root: for an equinox model, the bound module that `loss_fn` receives.
+        root: for an equinox model, the proxy that `loss_fn` receives.
     """
 
     native: Any = None
@@ -146,14 +146,14 @@ class PolicyEngine:
         masters = self.parameters
         return self.adapter.tree(part, route, masters, self.start)
 
-    def computed(self, route: ModulePath, value: Any) -> Any:
+    def with_compute_dtype(self, route: ModulePath, value: Any) -> Any:
         """Return `value`, found at `route`, with the parameters that the model computes with.
 
         For an equinox module this is a value that the module at `route` has.
         """
         current = self._current_pass()
         if self.adapter.is_mutable:
-            return current.computed(route)
+            return current.compute_part(route)
         if self.params is self.masters:
             return value
         dtype = module_dtype(route.path, self.adapter, self.plan)
@@ -346,7 +346,7 @@ def _call_model(
     copies = objects.rebuild(inputs.objects)
     args, kwargs = insert_objects(inputs.args, inputs.kwargs, copies)
     output, running = adapter.call(inputs._replace(args=args, kwargs=kwargs), casts, route)
-    return output, running, objects.changed(copies, inputs.objects)
+    return output, running, objects.changed_arrays(copies, inputs.objects)
 
 
 class NativePolicyEngine(PolicyEngine):

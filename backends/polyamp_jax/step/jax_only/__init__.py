@@ -1,1 +1,1 @@
-"""Parts of the training step that only JAX needs: shardings, optax specifics, micro-batch scans, coordination."""
+"""Parts of the training step that only JAX needs: shardings, and native optax transformations."""

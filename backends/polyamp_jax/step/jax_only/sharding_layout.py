@@ -44,8 +44,8 @@ class ShardingLayout:
     def __reduce__(self) -> str | tuple[Any, ...]:
         return _unknown_layout, ()  # unpickled arrays are on one device
 
-    def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """Constrain leaves to the shardings of the state's own leaves. None is kept.
+    def keep_shardings(self, leaves: Sequence[Any]) -> list[Any]:
+        """Constrain leaves to the shardings of the state's own leaves. None stays None.
 
         `leaves` are those of a state, or like its first leaves, such as the gradients of its parameters.
         """

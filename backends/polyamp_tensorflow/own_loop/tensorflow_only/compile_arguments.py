@@ -23,12 +23,12 @@ _RESERVED_ARGUMENTS: Final = {
 """Arguments that polyamp itself passes to a model's `compile`, with what to use instead."""
 
 
-def check_compile_arguments(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+def check_compile_arguments(model: Any, arguments: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     """Raise for arguments that a model's `compile` does not accept, before the model is changed.
 
     Args:
         model: the model.
-        given: Keras's arguments that the user set to another value than the default.
+        arguments: Keras's arguments that the user set to another value than the default.
         more: the other arguments of the user.
 
     Raises:
@@ -52,13 +52,13 @@ def check_compile_arguments(model: Any, given: Mapping[str, Any], more: Mapping[
             "yourself with polyamp_tensorflow.LossScaleOptimizer objects around the optimizers, and put the policy on "
             f"with polyamp_tensorflow.apply_policy. Received: a compile of {', '.join(own) or 'nothing'}."
         )
-    for name in (*given, *more):
+    for name in (*arguments, *more):
         if not takes_all and name not in (*own, *_EXECUTION_ARGUMENTS):
             raise UnsupportedError(
                 f"{type(model).__qualname__}.compile takes {', '.join(own)}. Received: {name}=."
                 + did_you_mean(name, own)
             )
-    received = {"optimizer", *given, *more}
+    received = {"optimizer", *arguments, *more}
     missing = [name for name, needed in own.items() if needed and name not in received and name not in _KERAS_ARGUMENTS]
     if missing:
         raise RecipeError(

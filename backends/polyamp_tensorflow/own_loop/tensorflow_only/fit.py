@@ -22,18 +22,18 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules import step_checks, stuck_scale
 from polyamp_tensorflow.arrays import dtype_name, native_variable, to_numpy
 from polyamp_tensorflow.compat import build_symbolically, set_build_function
+from polyamp_tensorflow.models.keras_serialization import ModelSetting, add_setting, model_settings, remove_setting
 from polyamp_tensorflow.models.layers import is_built, own_class
-from polyamp_tensorflow.models.saved_settings import ModelSetting, add_setting, model_settings, remove_setting
 from polyamp_tensorflow.models.variables import model_variables, seed_variables
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.compile_arguments import check_compile_arguments, compile_model
-from polyamp_tensorflow.own_loop.tensorflow_only.loss_divisors import install_loss_counting, report_loss_divisors
+from polyamp_tensorflow.own_loop.tensorflow_only.fit_loss_divisor import install_loss_counting, report_loss_divisors
 from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE, AppliedPolicy, matmul_precision, resolve_policy
 from polyamp_tensorflow.precision.tensorflow_only.policy_application import CACHED_FUNCTIONS
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizers import make_optimizer, resolve_groups
+from polyamp_tensorflow.step.tensorflow_only.graph_function import needs_xla
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
-from polyamp_tensorflow.step.tensorflow_only.xla import needs_xla
 
 
 def compile(  # noqa: A001  # Keras's word for it

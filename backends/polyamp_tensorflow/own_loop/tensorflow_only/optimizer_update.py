@@ -128,6 +128,6 @@ def _apply_without(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpd
     """Run the inner optimizer in every replica, with None for the gradients of the unused variables."""
     ids = set(map(id, unused))
     known = {id(v): gradient for v, gradient in zip(call.variables, values.unscaled, strict=True) if id(v) not in ids}
-    pairs = [(variable, known.get(id(variable))) for variable in call.every]
+    pairs = [(variable, known.get(id(variable))) for variable in call.all_variables]
     optimizer = call.optimizer
     run_optimizer(optimizer.inner_optimizer, run, pairs, values.norm, optimizer.clip_norm, warn=True)

@@ -100,7 +100,9 @@ class ForwardPassStatistics:
         """
         if self._writes is None:
             return
-        found = self._writes.found(None if updated is None else {id(native_variable(variable)) for variable in updated})
+        found = self._writes.find_writes(
+            None if updated is None else {id(native_variable(variable)) for variable in updated}
+        )
         self._writes = None
         before = [each.before for each in found.values()]
         if self._micro_step is not None:

@@ -30,7 +30,7 @@ def _attention(layer: Any) -> list[LayerRecord]:
     if reason:
         return [
             LayerRecord(
-                plain_form(opaque_kind(layer, reason), same(*arrays), **told), arrays, inside=inner_layers(layer)
+                plain_form(opaque_kind(layer, reason), same(*arrays), **told), arrays, inner_layers=inner_layers(layer)
             )
         ]
     names = [
@@ -39,7 +39,7 @@ def _attention(layer: Any) -> list[LayerRecord]:
         for array in _ARRAY_NAMES
     ]
     rules = tuple(Rule((native,), (canonical,)) for native, canonical in names if native in arrays)
-    return [LayerRecord(plain_form("attention", rules, **told), arrays, inside=inner_layers(layer))]
+    return [LayerRecord(plain_form("attention", rules, **told), arrays, inner_layers=inner_layers(layer))]
 
 
 _ARRAY_NAMES: Final = ("kernel", "bias")

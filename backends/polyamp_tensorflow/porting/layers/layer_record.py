@@ -23,14 +23,14 @@ class LayerRecord(NamedTuple):
         arrays: native name in the form's rules -> variable.
         suffix: appended to the Keras layer's path, such as "forward"; "" if the layer is this single reading.
         owner: layer that has the attributes, for lines of code; None for the Keras layer itself.
-        inside: inner layers that this reading covers, so they are not listed separately.
+        inner_layers: inner layers that this reading covers, so they are not listed separately.
     """
 
     form: Form
     arrays: Mapping[str, Any] = {}
     suffix: str = ""
     owner: Any = None
-    inside: tuple[Any, ...] = ()
+    inner_layers: tuple[Any, ...] = ()
 
 
 LayerReader = Callable[[Any], list[LayerRecord]]

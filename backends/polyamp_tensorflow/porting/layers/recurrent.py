@@ -43,7 +43,7 @@ def _read_cells(layer: Any, suffix: str) -> list[LayerRecord] | None:
     paths = [f"{suffix}/layer_{number}".strip("/") if stacked else suffix for number in range(len(cells))]
     reverse = bool(layer.go_backwards)
     found = [_read_cell(cell, path, reverse=reverse) for cell, path in zip(cells, paths, strict=True)]
-    return [found[0]._replace(inside=(layer, *inner_layers(layer))), *found[1:]]
+    return [found[0]._replace(inner_layers=(layer, *inner_layers(layer))), *found[1:]]
 
 
 def _read_cell(cell: Any, suffix: str, *, reverse: bool) -> LayerRecord:

@@ -16,7 +16,7 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
 from polyamp.porting.layouts.operations import Shape
-from polyamp_tensorflow.porting.layers.weight_layers import file_row
+from polyamp_tensorflow.porting.layers.layer_table import file_row
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import StoredArray
 
 _STATISTIC_ARRAYS: Final = ("mean", "variance")

@@ -1,7 +1,8 @@
 """Choice of the dtype of each layer of a Keras model under a `Policy`, with its reason.
 
 `choose_layer_dtypes` applies the first matching rule of docs/guides/tensorflow_policy.md. It does not change the model:
-`policy_application` applies the choices to the layers.
+`policy_application` applies the choices to the layers. The layers and operations that output probabilities are in
+float32 in every mode, those that output logits only with `apply_policy(heads=True)`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from polyamp.float_formats import FLOAT_DTYPES, HALF_DTYPES
 from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp_tensorflow.compat import EagerTensor, constructor_arguments, is_keras_code
+from polyamp_tensorflow.compat import EagerTensor, constructor_arguments, inbound_nodes, is_keras_code, keras_history
 from polyamp_tensorflow.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers
 from polyamp_tensorflow.precision.op_list import (
+    has_probability_output,
+    is_dense,
     is_possible_binary_head,
     is_product,
     is_sensitive,
     is_sensitive_operation,
 )
+from polyamp_tensorflow.precision.tensorflow_only.float32_layer_losses import has_add_loss_call
 from polyamp_tensorflow.precision.tensorflow_only.functional_graph import (
     is_gather,
     is_inner_product,
@@ -33,10 +37,10 @@ from polyamp_tensorflow.precision.tensorflow_only.functional_graph import (
     logarithm_sources,
 )
 from polyamp_tensorflow.precision.tensorflow_only.keras_policies import own_policy
-from polyamp_tensorflow.precision.tensorflow_only.layer_losses import has_add_loss_call
-from polyamp_tensorflow.precision.tensorflow_only.output_heads import find_output_heads
 
 _TENSORS: Final = (EagerTensor, tf.Variable)
+
+_HEAD_NAMES: Final = frozenset({"head", "logits", "predictions", "probabilities", "classifier"})
 
 
 class LayerDtype(NamedTuple):
@@ -95,7 +99,7 @@ def choose_layer_dtypes(model: Any, plan: ResolvedPolicy, *, heads: bool = False
         UnsupportedError: dtypes for which Keras has no policy.
     """
     found = list_layers(model)
-    giving_output = find_output_heads(found)
+    giving_output = _find_output_heads(found)
     feeding = _logarithm_sources(found) if plan.kept and plan.mixes else None
     choices: dict[int, LayerDtype] = {}
     clear: set[int] = set()  # containers, in which the path to the output can be followed
@@ -257,3 +261,49 @@ def _operation_dtypes(
             yield LayerDtype(operation, path, plan.compute, "product")
         elif feeding is not None and is_gather(operation):
             yield LayerDtype(operation, path, None, "gather")
+
+
+def _find_output_heads(found: list[LayerEntry]) -> dict[int, str]:
+    """Map the id of each layer or operation that produces a model's output to "probabilities" or "logits".
+
+    Those of a functional or sequential model are found by following its outputs back, others by their name.
+    """
+    ending: list[Any] = []
+    for module in found:
+        named = bool(module.path) and _last_word(module.layer.name) in _HEAD_NAMES
+        if is_container(module.layer) and (named or not module.path):
+            ending += _output_sources(module.layer)
+        elif (named and is_dense(module.layer)) or (
+            (named or len(found) == 1) and has_probability_output(module.layer)
+        ):
+            ending.append(module.layer)
+    ending += [layer.layer for layer in ending if isinstance(layer, keras.layers.Wrapper)]
+    return {id(last): "probabilities" if has_probability_output(last) else "logits" for last in ending}
+
+
+def _last_word(name: str) -> str:
+    """ "lm_head_1" -> "head" """
+    return name.rstrip("0123456789_").rpartition("_")[2]
+
+
+def _output_sources(container: Any) -> list[Any]:
+    """Return the operations before a functional model's outputs, back to the last layer with weights if it is dense."""
+    ending = []
+    for tensor in keras.tree.flatten(getattr(container, "outputs", None) or []):  # an unbuilt model has none
+        walked = list(_upstream_operations(tensor))
+        keep = not walked or not getattr(walked[-1], "weights", None) or is_dense(walked[-1])
+        ending += walked if keep else walked[:-1]
+    return ending
+
+
+def _upstream_operations(tensor: Any) -> Iterator[Any]:
+    operation, node_index, output_index = keras_history(tensor)
+    if isinstance(operation, keras.layers.InputLayer):
+        return
+    if is_container(operation):
+        yield from _upstream_operations(keras.tree.flatten(operation.outputs)[output_index])
+        return
+    yield operation
+    inputs = inbound_nodes(operation)[node_index].input_tensors
+    if not getattr(operation, "weights", None) and len(inputs) == 1:
+        yield from _upstream_operations(inputs[0])

@@ -35,6 +35,12 @@ from polyamp_tensorflow.compat import (
 )
 from polyamp_tensorflow.models.layers import is_container, is_layer, list_layers
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
+from polyamp_tensorflow.precision.tensorflow_only.float32_layer_losses import (
+    check_scalar_results,
+    float32_regularizer,
+    original_regularizer,
+    refuse_narrow_losses,
+)
 from polyamp_tensorflow.precision.tensorflow_only.functional_graph import is_gather
 from polyamp_tensorflow.precision.tensorflow_only.integer_inputs import (
     integer_input_policy,
@@ -48,18 +54,16 @@ from polyamp_tensorflow.precision.tensorflow_only.keras_policies import (
     own_policy,
 )
 from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import LayerDtype, choose_layer_dtypes
-from polyamp_tensorflow.precision.tensorflow_only.layer_losses import check_scalar_results, refuse_narrow_losses
 from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import (
     apply_scores,
     cast_inputs,
     cast_result_to_output,
     copy_signature,
     is_call_for_loss,
+    raise_mixed_dtype_errors,
     round_result,
     sum_gather_gradient_in_float32,
 )
-from polyamp_tensorflow.precision.tensorflow_only.mixed_dtype_errors import raise_mixed_dtype_errors
-from polyamp_tensorflow.precision.tensorflow_only.regularizers import float32_regularizer, original_regularizer
 
 CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 """Attributes of a model with the functions that Keras made for `fit`, `evaluate` and `predict`."""

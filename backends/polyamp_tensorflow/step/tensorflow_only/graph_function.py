@@ -1,21 +1,50 @@
 """`GraphFunction`: the `tf.function` of a step or of half a step, one per state, strategy and batch shape.
 
-The graph decides whether to skip; Python never waits for the decision.
+The graph decides whether to skip; Python never waits for the decision. By default float16 on a CPU uses XLA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp_tensorflow.arrays import native_variable
 from polyamp_tensorflow.interrupts import close_stale_blocks
 from polyamp_tensorflow.precision.autocast import matmul_precision
 from polyamp_tensorflow.step.distributed_step import has_several_replicas, run_on_replicas
 from polyamp_tensorflow.step.state import States, TensorFlowState, acquire_all
-from polyamp_tensorflow.step.tensorflow_only.xla import needs_xla
+
+_FLOAT16_WARNING: Final = (
+    "float16 on TensorFlow's CPU is slow outside XLA, on some processors 300 times slower than float32, so polyamp "
+    "compiles this with XLA (jit_compile=True). The first call takes seconds. Pass jit_compile=True or False to "
+    "choose, or use bfloat16."
+)
+_float16_warned: list[bool] = []
+
+
+def needs_xla(plans: Iterable[ResolvedPolicy], parameters: Iterable[Any], *, stacklevel: int) -> bool:
+    """Return whether the models compute in float16 on a CPU; if so, warn once per process.
+
+    Args:
+        plans: the models' resolved policies.
+        parameters: their variables, which determine the device.
+        stacklevel: stack level of the warning, counted from the caller as in `warnings.warn`.
+    """
+    if not any("float16" in plan.narrow for plan in plans):
+        return False
+    if not any(
+        native_variable(parameter).device.rpartition("device:")[2].startswith("CPU") for parameter in parameters
+    ):
+        return False
+    if not _float16_warned:
+        _float16_warned.append(True)
+        warnings.warn(_FLOAT16_WARNING, UserWarning, stacklevel=stacklevel + 1)
+    return True
 
 
 class GraphFunction:

@@ -14,9 +14,9 @@ from flax import linen, nnx
 
 import polyamp
 from polyamp_jax.models.adapter import ModelParts
-from polyamp_jax.models.library import FUNCTIONS, LIBRARIES, Library, library_of
+from polyamp_jax.models.libraries import FUNCTIONS, LIBRARIES, Library, library_of
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver
-from polyamp_jax.porting.libraries.library import PortingLibrary
+from polyamp_jax.porting.libraries.porting_library import PortingLibrary
 
 ROWS = [*LIBRARIES, FUNCTIONS]
 
@@ -24,9 +24,9 @@ ROWS = [*LIBRARIES, FUNCTIONS]
 @pytest.mark.parametrize("library", ROWS, ids=[library.name for library in ROWS])
 def test_each_library_has_its_file_in_each_room(library: Library) -> None:
     functions = [name for name in vars(PortingLibrary) if not name.startswith("_")]
-    assert [name for name in functions if not callable(getattr(library.room("porting"), name, None))] == []
-    assert isinstance(library.room("observe").OBSERVER, LibraryObserver)
-    assert callable(library.room("models").split_model)
+    assert [name for name in functions if not callable(getattr(library.file_in("porting.libraries"), name, None))] == []
+    assert isinstance(library.file_in("observe.library_observers").OBSERVER, LibraryObserver)
+    assert callable(library.file_in("models.adapters").split_model)
 
 
 def models() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_a_model_leads_to_its_library_and_half_of_one_too() -> None:
         library = library_of(model)
         assert library is not None
         assert library.name == name
-        assert isinstance(library.room("models").split_model(model), ModelParts)
+        assert isinstance(library.file_in("models.adapters").split_model(model), ModelParts)
     halves = {"linen": linen.Dense(2), "haiku": hk.transform(lambda x: x)}
     assert {name: getattr(library_of(half), "name", None) for name, half in halves.items()} == {
         name: name for name in halves
@@ -67,7 +67,7 @@ def test_a_lookup_imports_no_library() -> None:
         "import sys, polyamp, jax.numpy as jnp\n"
         "state = polyamp.init((lambda params, x: x @ params['w'], {'w': jnp.ones((2, 1))}),"
         " polyamp.Recipe(policy='float32', optimizer=polyamp.sgd(0.1)))\n"
-        "from polyamp_jax.models.library import library_of\n"
+        "from polyamp_jax.models.libraries import library_of\n"
         "assert library_of(object()) is None\n"
         "print([name for name in ('flax', 'equinox', 'haiku') if name in sys.modules])\n"
     )

@@ -14,9 +14,9 @@ from polyamp.porting.layouts.canonical_model import Layer
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.porting.converter import CONVERTER
-from polyamp_jax.porting.jax_only.library_lookup import find_library
+from polyamp_jax.porting.libraries.porting_library import find_library
 from tests.porting.layers import formulas, linen_layers, nnx_layers
 from tests.porting.layers.cases import inputs
 

@@ -15,7 +15,7 @@ from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Merge
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.library import adapt
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.porting.converter import CONVERTER
 from polyamp_jax.porting.libraries.nnx import arrays
 from tests.porting.layers import linen_layers, nnx_layers

@@ -15,7 +15,7 @@ from polyamp.errors import LossError, LossScaleError, LossScaleStuckError, Model
 from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 from polyamp_tensorflow import compile as compile_model
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import guard
-from polyamp_tensorflow.step.tensorflow_only import xla
+from polyamp_tensorflow.step.tensorflow_only import graph_function
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
 
@@ -215,7 +215,7 @@ def test_compiling_again_takes_the_former_policy_off() -> None:
 
 
 def test_float16_on_the_cpu_goes_through_xla_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "_float16_warned", [])
+    monkeypatch.setattr(graph_function, "_float16_warned", [])
     recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1))
     model = make_model(norm=False)
     with pytest.warns(UserWarning, match="float16 on TensorFlow's CPU is slow outside XLA") as caught:

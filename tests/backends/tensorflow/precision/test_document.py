@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyamp_tensorflow.precision import op_list
-from polyamp_tensorflow.precision.tensorflow_only import layer_dtypes, output_heads
+from polyamp_tensorflow.precision.tensorflow_only import layer_dtypes
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
@@ -27,7 +27,7 @@ def test_every_sensitive_layer_and_head_name_is_listed() -> None:
     listed = set(re.findall(r"`(\w+)`", DOCUMENT))
     layers = {layer.__name__ for layer in op_list.SENSITIVE_LAYERS if "Average" not in layer.__name__}
     assert layers - listed == set()
-    assert output_heads._HEAD_NAMES - listed == set()
+    assert layer_dtypes._HEAD_NAMES - listed == set()
 
 
 def test_every_reason_is_in_the_table() -> None:

@@ -13,7 +13,7 @@ import polyamp
 import polyamp_tensorflow
 from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.errors import BatchError, LossError, UnsupportedError
-from polyamp_tensorflow.step.tensorflow_only import xla
+from polyamp_tensorflow.step.tensorflow_only import graph_function
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 BACKEND = polyamp_tensorflow.BACKEND
@@ -248,7 +248,7 @@ def jit_of(policy: str, **options: Any) -> Any:
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="XLA is chosen for float16 on a CPU")
 def test_float16_on_a_cpu_goes_through_xla_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "_float16_warned", [])
+    monkeypatch.setattr(graph_function, "_float16_warned", [])
     assert jit_of("mixed_bfloat16") is False
     assert jit_of("float32") is False
     with pytest.warns(UserWarning, match="compiles this with XLA") as caught:

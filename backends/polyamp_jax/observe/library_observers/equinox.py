@@ -1,0 +1,20 @@
+"""Observer of equinox models: their dropout. The step hooks the calls of their modules itself."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final
+
+import equinox as eqx
+
+from polyamp_jax.observe.jax_only.library_observer import LibraryObserver, identity_call, replace_attribute
+
+
+class EquinoxObserver(LibraryObserver):
+    """Observer of equinox models."""
+
+    def disable_dropout(self, stack: contextlib.ExitStack) -> None:
+        replace_attribute(stack, eqx.nn.Dropout, "__call__", identity_call)
+
+
+OBSERVER: Final = EquinoxObserver()

@@ -1,0 +1,32 @@
+"""Observer of haiku models."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Final
+
+import haiku as hk
+
+from polyamp_jax import compat
+from polyamp_jax.observe.jax_only.library_observer import LibraryObserver, replace_attribute
+from polyamp_jax.observe.jax_only.output_tags import call_with_tags
+
+
+class HaikuObserver(LibraryObserver):
+    """Observer of haiku models."""
+
+    def disable_dropout(self, stack: contextlib.ExitStack) -> None:
+        for owner, name in compat.haiku_dropout():
+            replace_attribute(stack, owner, name, lambda rng, rate, x, *_, **__: x)
+
+    def tag_outputs(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(hk.intercept_methods(_tag_call))
+
+
+OBSERVER: Final = HaikuObserver()
+
+
+def _tag_call(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    if context.method_name != "__call__":
+        return call(*args, **kwargs)
+    return call_with_tags(call, args, kwargs, context.module.module_name)

@@ -1,0 +1,72 @@
+"""`PortingLibrary`, the protocol of a JAX library's models, and its lookup. Each library has its own module here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, cast
+
+from polyamp.errors import ModelError, describe_value
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp_jax.models.libraries import ACCEPTED_MODELS, library_of
+
+RecordOutput = Callable[[str, Any], None]
+"""Callback with the path of a module and the output of its call, each time a call ends."""
+
+
+class CallInputs(NamedTuple):
+    """Arguments of a model's call.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class PortingLibrary(Protocol):
+    """Protocol for one library's models. The library's module in this package has these functions."""
+
+    def inventory(self, model: Any, batch: CallInputs | None) -> Inventory:
+        """Return the layers with every array; see `polyamp.porting.layouts.converter.Converter.inventory`."""
+
+    def arrays(self, model: Any) -> Mapping[str, Any]:
+        """Return leaf name in the inventory -> its array or `jax.ShapeDtypeStruct`; a tied array once."""
+
+    def replace_arrays(self, model: Any, arrays: Mapping[str, Any]) -> Any:
+        """Return a new model of the same structure with other arrays in the leaves of these names."""
+
+    def inference_model(self, model: Any, stack: contextlib.ExitStack) -> Any:
+        """Return a model in inference mode, set by the flags that libraries and users define on modules.
+
+        An nnx model is changed itself. linen and haiku models are in inference mode until `stack` closes.
+        """
+
+    def run(self, model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+        """Return the outputs of a model on a batch, in inference mode and in float32; may be traced. The model is the
+        converter's own copy."""
+
+
+def make_call_inputs(batch: Any) -> CallInputs:
+    """Return call arguments from an array, a tuple of positional arguments or a mapping of keyword arguments.
+
+    >>> make_call_inputs((1, 2))
+    CallInputs(args=(1, 2), kwargs={})
+    """
+    if isinstance(batch, Mapping):
+        return CallInputs((), {str(name): value for name, value in batch.items()})
+    return CallInputs(batch if isinstance(batch, tuple) else (batch,), {})
+
+
+def find_library(model: Any) -> PortingLibrary:
+    """Return the module in `libraries` that supports a model.
+
+    Raises:
+        ModelError: the object is no model, or only a part of one.
+    """
+    library = library_of(model)
+    if library is None:
+        raise ModelError(f"model must be {ACCEPTED_MODELS}. Received: {describe_value(model)}.")
+    return cast("PortingLibrary", library.file_in("porting.libraries"))
