@@ -34,7 +34,7 @@ from tests import xla
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("torch", "tensorflow", "jax")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "--durations=10", "--durations-min=1"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "tests.garbage", "--durations=10", "--durations-min=1"]
 CONFORMANCE = [
     *PYTEST,
     "--pyargs",
