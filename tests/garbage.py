@@ -10,4 +10,11 @@ from __future__ import annotations
 
 import gc
 
-gc.set_threshold(50_000, 10, 10)
+
+def search_seldom() -> None:
+    """For this process."""
+    gc.set_threshold(50_000, 10, 10)
+
+
+def pytest_configure() -> None:
+    search_seldom()
