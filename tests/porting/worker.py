@@ -36,6 +36,7 @@ from polyamp.porting import model_side, port
 from polyamp.porting.check import Batch
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory
+from tests import garbage
 from tests.fixtures.port import common
 from tests.porting.layers import cases
 from tests.porting.libraries import LIBRARIES, NEEDS_BATCH, SHOWN, STEPS, TRAINED, curves, items
@@ -314,6 +315,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a framework prints is no answer
     warnings.simplefilter("ignore")
+    garbage.search_seldom()
     if name == "torch":
         import torch
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import polyamp
+from tests import garbage
 
 PROGRAMS: Final = ("vae", "clip", "dcgan", "mnist")
 POLICIES: Final = ("float32", "mixed_bfloat16")
@@ -45,6 +46,7 @@ def curve(name: str, framework: str, policy: str) -> list[float]:
 
 def main(framework: str) -> None:
     """Print the curves of every program under every policy."""
+    garbage.search_seldom()
     if framework == "jax":
         from tests import xla
 

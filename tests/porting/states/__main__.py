@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import polyamp
+from tests import garbage
 from tests.porting.states import models
 
 Run = dict[str, list[Any]]
@@ -33,6 +34,7 @@ def trained(framework: str, step: Any, state: Any, numbers: Iterable[int]) -> tu
 
 def main(framework: str, folder: Path) -> None:
     """See the module."""
+    garbage.search_seldom()
     if framework == "jax":
         from tests import xla
 

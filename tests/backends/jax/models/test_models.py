@@ -21,11 +21,15 @@ from polyamp.errors import ModelError, PolicyError, UnsupportedError
 POLICIES = {"float32": "float32", "mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+TRAINED = [("linen", policy) for policy in POLICIES]
+TRAINED += [(kind, "mixed_float16") for kind in ("nnx", "equinox", "haiku", "function")]
+
+
+@pytest.mark.parametrize(("kind", "policy"), TRAINED)
 def test_it_trains_and_computes_in_the_policys_dtype(
-    make: Any, policy: str, recipe: Any, batch: Any, loss_fn: Any, backend: Any, products: Any
+    make_kind: Any, kind: str, policy: str, recipe: Any, batch: Any, loss_fn: Any, backend: Any, products: Any
 ) -> None:
-    made = make()
+    made = make_kind(kind)
     chosen = recipe(policy, optimizer=polyamp.adam(1e-2))
     state = polyamp.init(made.model, chosen, **made.options)
     step = polyamp.train_step(loss_fn, chosen)
@@ -49,8 +53,9 @@ def test_the_users_own_arrays_are_never_donated(make: Any, recipe: Any, batch: A
     mine = [leaf for leaf in jax.tree.leaves(made.model) if isinstance(leaf, jax.Array)]
     before = [np.array(jax.random.key_data(x) if x.dtype.name.startswith("key") else x) for x in mine]
     state = polyamp.init(made.model, recipe(), **made.options)
+    step = polyamp.train_step(loss_fn, recipe())
     for _ in range(2):
-        state, _ = polyamp.train_step(loss_fn, recipe())(state, batch())
+        state, _ = step(state, batch())
     assert not any(leaf.is_deleted() for leaf in mine)
     after = [np.array(jax.random.key_data(x) if x.dtype.name.startswith("key") else x) for x in mine]
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))

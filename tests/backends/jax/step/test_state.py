@@ -86,8 +86,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "bf16-true"])
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [("float32", "native"), ("mixed_float16", "adamw"), ("mixed_float16", "adagrad"), ("bf16-true", "adamw")],
+)
 def test_one_trace_for_all_steps(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, policy: str, name: str) -> None:
     traces = []
 
@@ -199,9 +201,9 @@ def test_resuming_is_bit_identical_with_statistics_and_dropout(
     made = make_kind(kind, norm=kind != "function", dropout=True)
     scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
     chosen = recipe(optimizer=polyamp.adamw(1e-2), accumulate_steps=2, scaler=scaler)
+    step = polyamp.train_step(loss_fn, chosen)
 
     def run(state: Any, first: int, last: int) -> Any:
-        step = polyamp.train_step(loss_fn, chosen)
         for i in range(first, last):
             state, _ = step(state, batch(i, gain=np.inf if i == 1 else 1.0))
         return state

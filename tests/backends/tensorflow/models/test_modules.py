@@ -108,8 +108,11 @@ class Plain:
 MODELS: dict[str, Any] = {"Nested": Nested, "Named": Named, "WithLayer": WithLayer, "Plain": Plain}
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", polyamp.Policy("mixed_bfloat16", mode="cast")])
+@pytest.mark.parametrize(
+    ("policy", "accumulate_steps"),
+    [("mixed_bfloat16", 2), ("mixed_float16", 1), (polyamp.Policy("mixed_bfloat16", mode="cast"), 1)],
+    ids=["bfloat16", "float16", "cast"],
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 def test_a_model_computes_in_16_bits_and_keeps_its_masters(name: str, policy: Any, accumulate_steps: int) -> None:

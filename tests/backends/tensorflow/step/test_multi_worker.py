@@ -19,8 +19,8 @@ import pytest
 
 SECONDS = 400
 ROOT = Path(__file__).parents[4]
-OVERFLOWS: dict[str, dict[int, int]] = {"none": {}, "each in turn": {1: 0, 2: 1}}
-"""Step -> the worker whose gradients overflow in it."""
+OVERFLOWS = {1: 0, 2: 1}
+"""Step -> the worker whose gradients overflow in it: each in turn, between two steps that are applied."""
 LOOPS = ("custom", "fit", "train_step")
 
 
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """What each of the two workers saw, by loop and overflow."""
+    """What each of the two workers saw, by loop."""
     workers = start_workers("polyamp", str(folder))
     try:
         ended = [worker.communicate(timeout=SECONDS) for worker in workers]
@@ -74,28 +74,26 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("overflow", list(OVERFLOWS))
-def test_an_overflow_on_one_worker_skips_on_both(results: list[dict[str, Any]], loop: str, overflow: str) -> None:
-    first, second = (result[f"{loop}, {overflow}"] for result in results)
+def test_an_overflow_on_one_worker_skips_on_both(results: list[dict[str, Any]], loop: str) -> None:
+    first, second = (result[loop] for result in results)
     assert first == second, "scale, counts and weights must be identical, bit for bit"
-    bad = OVERFLOWS[overflow]
-    assert first["scales"] == [float(2 ** (4 - sum(step <= now for step in bad))) for now in range(4)]
-    assert first["iterations"] == 4 - len(bad)
-    assert first["skipped"] == len(bad)
+    assert first["scales"] == [16.0, 8.0, 4.0, 4.0]
+    assert (first["iterations"], first["skipped"]) == (2, 2)
     for step in range(4):
-        assert (first["weights"][step] == first["weights"][step + 1]) == (step in bad)
+        assert (first["weights"][step] == first["weights"][step + 1]) == (step in OVERFLOWS)
     assert np.isfinite(np.array(first["weights"][-1])).all()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_workers_train_as_one_process(results: list[dict[str, Any]], loop: str) -> None:
-    alone = train(loop, "none")
-    np.testing.assert_allclose(results[0][f"{loop}, none"]["weights"][-1], alone["weights"][-1], rtol=1e-5)
+    alone = train(loop)
+    np.testing.assert_allclose(results[0][loop]["weights"][-1], alone["weights"][-1], rtol=1e-5)
 
 
 def test_fit_evaluate_and_predict_give_the_numbers_of_one_process(results: list[dict[str, Any]]) -> None:
-    alone, together = train("fit", "none"), results[0]["fit, none"]
+    alone, together = train("fit"), results[0]["fit"]
     np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-5)
+    assert np.isfinite([loss for step, loss in enumerate(alone["losses"]) if step not in OVERFLOWS]).all()
     np.testing.assert_allclose(together["evaluated"], alone["evaluated"], rtol=1e-5)
     np.testing.assert_allclose(together["predicted"], alone["predicted"], rtol=1e-5)
 
@@ -139,7 +137,7 @@ def test_keras_own_scaler_hangs_where_polyamp_skips() -> None:
         for worker in workers:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "one finite step\n"
-        time.sleep(10)
+        time.sleep(5)
         assert all(worker.poll() is None for worker in workers), "none has failed"
     finally:
         for worker in workers:
@@ -148,7 +146,7 @@ def test_keras_own_scaler_hangs_where_polyamp_skips() -> None:
     assert outputs.count("both steps\n") < 2
 
 
-def train(loop: str, overflow: str, strategy: Any = None) -> dict[str, Any]:
+def train(loop: str, strategy: Any = None) -> dict[str, Any]:
     """Four steps of a small model; every worker's batch is its half of the same eight rows."""
     import keras
     import tensorflow as tf
@@ -162,7 +160,7 @@ def train(loop: str, overflow: str, strategy: Any = None) -> dict[str, Any]:
         strategy = tf.distribute.get_strategy()
     else:
         rows = slice(4 * strategy.cluster_resolver.task_id, 4 * strategy.cluster_resolver.task_id + 4)
-    batches = make_batches(OVERFLOWS[overflow])
+    batches = make_batches(OVERFLOWS)
     scaler = polyamp.LossScaler(init_scale=16.0)
     with strategy.scope():
         model = make_model()
@@ -388,6 +386,6 @@ if __name__ == "__main__":
         import tensorflow as tf
 
         both = tf.distribute.MultiWorkerMirroredStrategy()
-        everything = {f"{loop}, {bad}": train(loop, bad, both) for loop in LOOPS for bad in OVERFLOWS}
+        everything: dict[str, Any] = {loop: train(loop, both) for loop in LOOPS}
         everything |= {"checkpoints": checkpoints(both, Path(sys.argv[2]))}
         print(json.dumps({**everything, "statistics": statistics(both), "apart": apart(both)}), flush=True)

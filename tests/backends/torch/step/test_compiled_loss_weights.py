@@ -40,8 +40,11 @@ def means(model: Any, batch: Any) -> Any:
     return polyamp.losses.Mean(rows, number_of(batch)) + 0.1 * outputs.square().mean()
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["spec", "native"])
-@pytest.mark.parametrize(("loss_fn", "options"), [(ignoring, {}), (own_sum, {"weight": number_of})], ids=["loss", "fn"])
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "native"),
+    [(ignoring, {}, False), (own_sum, {"weight": number_of}, True)],
+    ids=["loss-spec", "fn-native"],
+)
 def test_s08_a_compiled_window_counts_by_the_labels(loss_fn: Any, options: Any, native: bool) -> None:
     """The last window has no label that counts: it is skipped, and Adam's decay does not move anything."""
     found = []
@@ -74,7 +77,7 @@ def cut(model: Any, batch: Any) -> torch.Tensor:
     return polyamp.losses.mean_squared_error(model(batch["x"])[:0], batch["x"][:0, :3])
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2])
 def test_s08_a_compiled_step_counts_what_is_selected(count: int) -> None:
     """As the eager step does; the last two batches select nothing and are skipped."""
     found = []
@@ -83,9 +86,10 @@ def test_s08_a_compiled_step_counts_what_is_selected(count: int) -> None:
         model = nn.Linear(4, 3)
         recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2), accumulate_steps=count)
         state = polyamp.init(model, recipe)
+        steps = [polyamp.train_step(loss_fn, recipe, **how) for loss_fn in (selecting, cut)]
         results = []
-        for number, loss_fn in enumerate((selecting, selecting, selecting, cut)):
-            state, result = polyamp.train_step(loss_fn, recipe, **how)(state, given(min(number, 2)))
+        for number in range(4):
+            state, result = steps[number == 3](state, given(min(number, 2)))
             results.append([float(result.loss), float(result.skipped), float(result.step)])
         assert float(result.weight) == 0.0
         found.append((torch.tensor(results), model.weight.detach().clone()))

@@ -18,7 +18,6 @@ TRACED: dict[str, Any] = {"backend": "aot_eager"}
 @pytest.mark.parametrize(
     "optimizer",
     [
-        polyamp.sgd(schedules.cosine(0.07, 60, 0.003), momentum=0.9, weight_decay=0.03),
         polyamp.adamw(0.03, weight_decay=0.3, groups=GROUPS),
         polyamp.adagrad(schedules.piecewise((0.03, 0.07), (9,)), lr_decay=0.07),
     ],

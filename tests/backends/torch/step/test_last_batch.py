@@ -24,7 +24,7 @@ def counted() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(sizes: list[int], compile: Any, count: int = 4) -> tuple[np.ndarray[Any, Any], list[float]]:  # noqa: A002
+def trained(sizes: list[int], compile: Any, count: int = 2) -> tuple[np.ndarray[Any, Any], list[float]]:  # noqa: A002
     """Weights and losses after batches of these sizes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -50,7 +50,7 @@ def trained(sizes: list[int], compile: Any, count: int = 4) -> tuple[np.ndarray[
 
 
 def test_s08_the_last_batch_of_every_epoch_is_one_more_program() -> None:
-    sizes = [16, 16, 11, 16, 16, 11, 16, 11]
+    sizes = [8, 8, 5, 8, 8, 5, 8, 5]
     weights, losses = trained(sizes, TRACED)
     assert counters["stats"]["unique_graphs"] == 2
     whole, expected = trained(sizes, compile=False, count=1)

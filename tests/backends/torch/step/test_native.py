@@ -86,8 +86,11 @@ def trained(name: str, compile: Any, **settings: Any) -> tuple[Any, list[tuple[f
     return state, trace
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_steps": 2}], ids=["whole", "accumulated"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("sgd", {}), ("fused adamw", {"accumulate_steps": 2}), ("nadam", {})],
+    ids=["sgd", "fused adamw, accumulated", "nadam"],
+)
 def test_s12_parameter_groups_of_a_native_optimizer_compile(name: str, settings: dict[str, Any]) -> None:
     (eager, wanted), (compiled, found) = trained(name, False, **settings), trained(name, TRACED, **settings)
     assert counters["stats"]["unique_graphs"] == 1
@@ -105,10 +108,10 @@ def test_s08_16_bit_parameters_with_a_native_optimizer_are_summed_in_float32() -
         for p in model.parameters():
             p.zero_()
     recipe = polyamp.Recipe(
-        policy="bfloat16", optimizer=torch.optim.SGD(model.parameters(), 2.0**-8), accumulate_steps=16
+        policy="bfloat16", optimizer=torch.optim.SGD(model.parameters(), 2.0**-8), accumulate_steps=4
     )
     state = polyamp.init(model, recipe)
-    x = np.ones((16, 1), np.float32)
+    x = np.ones((4, 1), np.float32)
     x[0] = 256.0
     step = polyamp.train_step(lambda model, batch: model(batch["x"])[0][0], recipe, compile=TRACED)
     step(state, {"x": x})

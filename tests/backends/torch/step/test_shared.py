@@ -162,7 +162,7 @@ def test_s23_a_compiled_step_counts_the_updates_of_each_parameter(optimizer: Any
         return out
 
     found = []
-    for how in (False, {"backend": "aot_eager"}):
+    for how in (False, {"backend": "eager"}):
         torch.manual_seed(0)
         state = polyamp.init(nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]), recipe)
         for loss_fn in (of_all, of_first, of_first):
@@ -180,17 +180,17 @@ def test_s23_a_compiled_step_counts_the_updates_of_each_parameter(optimizer: Any
 
 
 def test_s23_a_compiled_window_of_16_bit_parameters_is_summed_in_float32() -> None:
-    """256 + 15 * 1 stays 256 in bfloat16."""
-    recipe = polyamp.Recipe(policy="bfloat16", optimizer=polyamp.sgd(2.0**-8), accumulate_steps=16)
+    """256 + 3 * 1 stays 256 in bfloat16."""
+    recipe = polyamp.Recipe(policy="bfloat16", optimizer=polyamp.sgd(2.0**-8), accumulate_steps=4)
     model = nn.Linear(1, 1, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.zero_()
     state = polyamp.init(model, recipe)
     step = polyamp.train_step(lambda model, x: model(x).sum(), recipe, compile={"backend": "aot_eager"})
-    x = torch.ones(16, 1)
+    x = torch.ones(4, 1)
     x[0] = 256.0
     step(state, x)
-    assert float(model.weight.detach()) == pytest.approx(-271.0 / 16 / 256, rel=2.0**-8)
+    assert float(model.weight.detach()) == pytest.approx(-259.0 / 4 / 256, rel=2.0**-8)
 
 
 @pytest.mark.parametrize("attempt", range(5))
