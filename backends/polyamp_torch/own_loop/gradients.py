@@ -13,7 +13,7 @@ import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import check_and_unscale_, coalesced_values, group_by_device_and_dtype
-from polyamp_torch.own_loop.torch_only.sharding import dtensor_class, local_gradient, reduce_partial_gradients
+from polyamp_torch.own_loop.torch_only.sharded_gradients import dtensor_class, local_gradient, reduce_partial_gradients
 from polyamp_torch.step.grad_stats import global_norm_and_finite
 
 DeviceFlags = dict[torch.device, torch.Tensor]

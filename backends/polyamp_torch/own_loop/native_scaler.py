@@ -45,7 +45,7 @@ from polyamp_torch.own_loop.torch_only.scaler_checks import (
     scaler_from_arguments,
 )
 from polyamp_torch.own_loop.torch_only.scaler_state import ScalerState
-from polyamp_torch.own_loop.torch_only.sharding import RankAgreement, refuse_sharded
+from polyamp_torch.own_loop.torch_only.sharded_gradients import RankAgreement, refuse_sharded
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciprocal
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation over micro-batches (S8): float32 sums for 16-bit parameters, the divisor, and stacked aux.
+"""Gradient accumulation (S8): the loop over the micro-batches of a step, and float32 sums for 16-bit parameters.
 
 The weights of the micro-batches are in `loss_weights`.
 """
@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from polyamp.errors import BatchError
+from polyamp.results import LossFunction
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.trees import map_tree
+from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, scaled_backward
+from polyamp_torch.step.replicas import MicroBatchPass
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
+from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.parameter_write_broadcast import has_unannounced_writes
+from polyamp_torch.step.update import StepReduction
 
 
 class GradAccumulator:
@@ -46,16 +54,55 @@ class GradAccumulator:
                 p.grad = torch.empty_like(p).copy_(total.div_(by.to(total.device, torch.float32)))
 
 
-def total_scale(scale: torch.Tensor | None, total: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the divisor of the accumulated scaled gradients: the scale times the sum of the weights.
+def accumulate_gradients(
+    loss_fn: LossFunction,
+    state: TorchState,
+    passes: list[MicroBatchPass],
+    snapshot: PassSnapshot,
+    reduction: StepReduction,
+    accumulator: GradAccumulator | None,
+    foreign: ForeignGrads,
+    interrupts: DeferInterrupts,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Run the passes of the micro-batches; return the losses, and the aux of the passes that count.
 
-    The sum is 1.0 for a single micro-batch; in a compiled step it may be a tensor."""
-    if isinstance(total, float):
-        if total == 1.0:
-            return scale
-        return torch.full((), total, dtype=torch.float64, device=device) if scale is None else scale.double() * total
-    by: torch.Tensor = total if scale is None else scale.double() * total
-    return by
+    The gradients are then in the parameters' `.grad` or in `accumulator`."""
+    losses: list[torch.Tensor] = []
+    auxes = []
+
+    def start_reduction(loss: torch.Tensor) -> None:
+        """Start the reduction before the last backward pass, so that it precedes that pass's own on every rank."""
+        written = snapshot.parameters.so_far(state.bound.written())
+        reduction.start(state, [*losses, loss], announced=has_unannounced_writes(state, written))
+
+    for number, one in enumerate(passes, 1):
+        own = snapshot if one.counts else PassSnapshot(state, loss_fn)
+        between = start_reduction if state.replicas.several and number == len(passes) else None
+        with state.replicas.engine.one_pass(last=one.last):
+            loss, aux = scaled_backward(
+                loss_fn,
+                [state],
+                one.part,
+                foreign,
+                interrupts,
+                reduction.weighting,
+                between,
+                [own.parameters],
+                counts=one.counts,
+            )
+        losses.append(loss)
+        if one.counts:
+            auxes.append(aux)
+        else:
+            own.parameters.compare()
+            own.undo()
+        if accumulator is not None:
+            state.replicas.fit_gradients(state.parameters)
+            densify_gradients(state.parameters.items(), needed=False)
+            accumulator.add()
+    if accumulator is None:
+        state.replicas.fit_gradients(state.parameters)
+    return losses, auxes
 
 
 def stack_aux(auxes: list[Any], *, stack: bool) -> Any:

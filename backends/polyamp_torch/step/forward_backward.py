@@ -17,11 +17,10 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import XP, dtype_name, to_device
+from polyamp_torch.arrays import XP, detach_leaf, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_tensor_of
 from polyamp_torch.precision.autocast import backward_region, matmul_precision, root_region
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
-from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
 from polyamp_torch.step.grad_stats import cast_scalar_for_bucket
 from polyamp_torch.step.loss_weights import (
@@ -29,6 +28,7 @@ from polyamp_torch.step.loss_weights import (
     make_loss_weighting,
     nonzero_total,
     row_count,
+    total_scale,
     weighted_loss_sum,
 )
 from polyamp_torch.step.parameter_writes import ParameterSnapshot
@@ -38,12 +38,43 @@ from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.complex_parameters import real_views, resolve_conjugates
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads, GraphSizeCache, autograd_node_count
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
+from polyamp_torch.step.torch_only.random_state import generator_states, restore_generator_states
 from polyamp_torch.step.torch_only.state_lock import acquire_all
 
 NamedGradients = dict[str, torch.Tensor | None]
 _LAYOUT: Final = operator.attrgetter("layout")
 _STRIDED_LAYOUTS: Final = {torch.strided}
+
+
+class PassSnapshot:
+    """Buffers and parameters of a state before one pass, or before all passes of a step.
+
+    Args:
+        state: the state.
+        loss_fn: the loss function of the passes; None for a trial, after which every parameter is restored.
+
+    Attributes:
+        buffers: the buffers.
+        parameters: the parameters.
+    """
+
+    __slots__ = ("buffers", "parameters")
+
+    def __init__(self, state: TorchState, loss_fn: Any = None) -> None:
+        self.buffers = buffers.snapshot(state.buffer_owners)
+        if loss_fn is None:
+            self.parameters = state.writes.before_trial()
+        else:
+            self.parameters = state.writes.before(loss_fn, training=state.model.training)
+
+    def settle(self, finite: torch.Tensor | None) -> None:
+        """Keep the changes if `finite` is true or None; otherwise undo them."""
+        buffers.commit_or_rollback(self.buffers, finite)
+        self.parameters.settle(finite)
+
+    def undo(self) -> None:
+        """Undo the changes."""
+        self.settle(torch.zeros((), dtype=torch.bool))
 
 
 @contextlib.contextmanager
@@ -206,7 +237,7 @@ def scaled_backward(
         if plan.cast:
             for model, own in zip(models, writes, strict=True):
                 own.note(model.commit())
-    return value, map_tree(_detach_leaf, read.aux)
+    return value, map_tree(detach_leaf, read.aux)
 
 
 def _run_forward(
@@ -285,15 +316,11 @@ class _DryRunSnapshot:
     def __init__(self, states: Sequence[TorchState]) -> None:
         self._states = states
         self._snapshots = [PassSnapshot(state) for state in states]
-        self._random = torch.get_rng_state()
-        on_device = states[0].device.type == "cuda"
-        self._random_on_device = torch.cuda.get_rng_state(states[0].device) if on_device else None
+        self._random = generator_states(states[0].device)
 
     def restore(self) -> None:
         """Restore the snapshot, in casts too."""
-        torch.set_rng_state(self._random)
-        if self._random_on_device is not None:
-            torch.cuda.set_rng_state(self._random_on_device, self._states[0].device)
+        restore_generator_states(self._random, self._states[0].device)
         for state, snapshot in zip(self._states, self._snapshots, strict=True):
             snapshot.parameters.compare()
             snapshot.undo()
@@ -332,7 +359,3 @@ def densify_gradients(parameters: Iterable[tuple[str, torch.Tensor]], *, needed:
             "sparse ones. Build the layer with sparse=False, or write the loop yourself with polyamp_torch.GradScaler."
         )
     return values
-
-
-def _detach_leaf(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

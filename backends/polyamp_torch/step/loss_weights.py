@@ -308,3 +308,15 @@ def nonzero_total(total: ScalarOrTensor) -> ScalarOrTensor:
     if isinstance(total, float):
         return total or 1.0
     return torch.where(total > 0.0, total, torch.ones_like(total))
+
+
+def total_scale(scale: torch.Tensor | None, total: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the divisor of the accumulated scaled gradients: the scale times the sum of the weights.
+
+    The sum is 1.0 for a single micro-batch; in a compiled step it may be a tensor."""
+    if isinstance(total, float):
+        if total == 1.0:
+            return scale
+        return torch.full((), total, dtype=torch.float64, device=device) if scale is None else scale.double() * total
+    by: torch.Tensor = total if scale is None else scale.double() * total
+    return by

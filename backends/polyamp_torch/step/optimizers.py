@@ -10,12 +10,12 @@ without their state yet, and for parameters that the fused kernels do not suppor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.rules.group_members import GroupHyperparameters, GroupMembers
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import has_found_inf_support, local_tensor_of
@@ -24,7 +24,6 @@ from polyamp_torch.step.torch_only.learning_rates import GroupLearningRates
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels, make_step_counts
 from polyamp_torch.step.torch_only.spec_formulas import (
     FormulaOptimizer,
-    has_formula,
     initialize_parameter,
     native_class,
     run_formula,
@@ -32,6 +31,9 @@ from polyamp_torch.step.torch_only.spec_formulas import (
 )
 
 ParameterList = list[torch.nn.Parameter]
+_FORMULA_SPECS: Final = tuple(
+    spec for spec in SPECS if not any(native.is_fused for native in spec.native.get("torch", ()))
+)
 
 
 def build_optimizer(groups: GroupMembers, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -142,6 +144,11 @@ def _initialize_slots(
         for p in part:
             count = None if not together else next(laid)
             initialize_parameter(optimizer, member.spec, p, p.device if fused or has_formula(spec) else "cpu", count)
+
+
+def has_formula(spec: Any) -> bool:
+    """Return whether a spec uses polyamp's formula, because torch's kernels for it accept no flag."""
+    return isinstance(spec, _FORMULA_SPECS)
 
 
 def separate_step_counts(optimizer: torch.optim.Optimizer) -> None:

@@ -36,6 +36,7 @@ from polyamp_torch.step.torch_only import buffers, complex_parameters, state_arr
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels
+from polyamp_torch.step.torch_only.random_state import random_state_arrays
 from polyamp_torch.step.torch_only.state_lock import StateLock
 
 Array = np.ndarray[Any, Any]
@@ -311,7 +312,7 @@ class TorchState(StateDisplayMixin):
         """
         with DeferInterrupts(), self.lock:
             self.check_alive()
-            return {**state_arrays.state_arrays_by_name(self), **state_arrays.random_state_arrays(self)}
+            return {**state_arrays.state_arrays_by_name(self), **random_state_arrays(self.device)}
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Restore exported arrays in place; no step runs at the same time."""

@@ -24,7 +24,6 @@ from polyamp_torch.arrays import XP
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step import optimizers
-from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.forward_backward import NamedGradients, stash_grads
 from polyamp_torch.step.grad_stats import (
     can_read_without_sync,
@@ -33,13 +32,13 @@ from polyamp_torch.step.grad_stats import (
     unscale_and_clip_divisor,
     unscale_then_clip_,
 )
-from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, weighted_loss_sum
+from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, total_scale, weighted_loss_sum
 from polyamp_torch.step.parameter_writes import GradientWrites
 from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.torch_only.rank_zero_writes import RankWrites, broadcast_writes, has_unannounced_writes
+from polyamp_torch.step.torch_only.parameter_write_broadcast import RankWrites, broadcast_writes, has_unannounced_writes
 from polyamp_torch.step.torch_only.state_lock import acquire_all
 
 if TYPE_CHECKING:

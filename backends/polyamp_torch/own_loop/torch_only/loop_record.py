@@ -16,7 +16,7 @@ from polyamp_torch.compat import call_after_backward, gathered_fsdp2_parameters,
 from polyamp_torch.own_loop.gradients import optimizer_parameters, reachable_parameters
 from polyamp_torch.own_loop.skip_report import ParameterNames, SkipEvidence
 from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
-from polyamp_torch.own_loop.torch_only.sharding import local_gradient
+from polyamp_torch.own_loop.torch_only.sharded_gradients import local_gradient
 
 
 class OptimizerRecord:
