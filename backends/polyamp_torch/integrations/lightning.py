@@ -17,7 +17,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import has_found_inf_support
-from polyamp_torch.integrations.loop_scaler import LoopSettings, require_extra
+from polyamp_torch.integrations.loop_adapter import LoopSettings, require_extra
 from polyamp_torch.precision.policy_module import PolicyModule
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 

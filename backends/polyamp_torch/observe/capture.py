@@ -103,7 +103,7 @@ class _PassCapture:
     def wrap_loss(self, loss_fn: LossFunction) -> LossFunction:
         """Return the loss function wrapped to record the loss and the start of the backward pass."""
 
-        def told(model: Any, batch: Any) -> Any:
+        def recorded_loss_fn(model: Any, batch: Any) -> Any:
             self._set_running(on=True)
             try:
                 result = loss_fn(model, batch)
@@ -115,7 +115,7 @@ class _PassCapture:
                 self.loss = loss.detach().double().item()
             return result
 
-        return told
+        return recorded_loss_fn
 
     def _set_running(self, *, on: bool) -> None:
         self.running = on

@@ -14,11 +14,12 @@ from polyamp.errors import BatchError
 from polyamp.results import LossFunction
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.trees import map_tree
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, scaled_backward
-from polyamp_torch.step.replicas import MicroBatchPass
+from polyamp_torch.step.loss_weights import weighted_loss_sum
 from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.parameter_write_broadcast import has_unannounced_writes
 from polyamp_torch.step.update import StepReduction
 
@@ -57,16 +58,21 @@ class GradAccumulator:
 def accumulate_gradients(
     loss_fn: LossFunction,
     state: TorchState,
-    passes: list[MicroBatchPass],
+    parts: list[Any],
     snapshot: PassSnapshot,
     reduction: StepReduction,
-    accumulator: GradAccumulator | None,
     foreign: ForeignGrads,
     interrupts: DeferInterrupts,
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Run the passes of the micro-batches; return the losses, and the aux of the passes that count.
+) -> tuple[torch.Tensor, Any]:
+    """Run the passes of the micro-batches; return the weighted sum of their losses, and the stacked aux.
 
-    The gradients are then in the parameters' `.grad` or in `accumulator`."""
+    The gradients of the scaled losses are then in the parameters' `.grad`."""
+    replicas, count, weighting = state.replicas, state.recipe.accumulate_steps, reduction.weighting
+    parameters = list(state.parameters.values())
+    accumulator = GradAccumulator(parameters) if count > 1 and parameters[0].dtype in HALF_TENSOR_DTYPES else None
+    passes = replicas.passes(parts, count, narrow=accumulator is not None)
+    if len(passes) > 1:
+        weighting.rest = [(one.part, one.counts) for one in passes[1:]]
     losses: list[torch.Tensor] = []
     auxes = []
 
@@ -75,34 +81,39 @@ def accumulate_gradients(
         written = snapshot.parameters.so_far(state.bound.written())
         reduction.start(state, [*losses, loss], announced=has_unannounced_writes(state, written))
 
-    for number, one in enumerate(passes, 1):
-        own = snapshot if one.counts else PassSnapshot(state, loss_fn)
-        between = start_reduction if state.replicas.several and number == len(passes) else None
-        with state.replicas.engine.one_pass(last=one.last):
-            loss, aux = scaled_backward(
-                loss_fn,
-                [state],
-                one.part,
-                foreign,
-                interrupts,
-                reduction.weighting,
-                between,
-                [own.parameters],
-                counts=one.counts,
-            )
-        losses.append(loss)
-        if one.counts:
-            auxes.append(aux)
-        else:
-            own.parameters.compare()
-            own.undo()
-        if accumulator is not None:
-            state.replicas.fit_gradients(state.parameters)
-            densify_gradients(state.parameters.items(), needed=False)
-            accumulator.add()
-    if accumulator is None:
-        state.replicas.fit_gradients(state.parameters)
-    return losses, auxes
+    with replicas.engine.window():
+        for number, one in enumerate(passes, 1):
+            own = snapshot if one.counts else PassSnapshot(state, loss_fn)
+            between = start_reduction if replicas.several and number == len(passes) else None
+            with replicas.engine.one_pass(last=one.last):
+                loss, aux = scaled_backward(
+                    loss_fn,
+                    [state],
+                    one.part,
+                    foreign,
+                    interrupts,
+                    weighting,
+                    between,
+                    [own.parameters],
+                    counts=one.counts,
+                )
+            losses.append(loss)
+            if one.counts:
+                auxes.append(aux)
+            else:
+                own.parameters.compare()
+                own.undo()
+            if accumulator is not None:
+                replicas.fit_gradients(state.parameters)
+                densify_gradients(state.parameters.items(), needed=False)
+                accumulator.add()
+        if accumulator is None:
+            replicas.fit_gradients(state.parameters)
+    if len(passes) > 1:  # loss_fn may have changed the model between passes
+        state.check_unchanged()
+    if accumulator is not None:
+        accumulator.write_back(reduction.divide(state, count))
+    return weighted_loss_sum(losses, weighting.factors), stack_aux(auxes, stack=count > 1)
 
 
 def stack_aux(auxes: list[Any], *, stack: bool) -> Any:

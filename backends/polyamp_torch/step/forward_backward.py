@@ -36,10 +36,9 @@ from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.complex_parameters import real_views, resolve_conjugates
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acquire_all
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads, GraphSizeCache, autograd_node_count
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.random_state import generator_states, restore_generator_states
-from polyamp_torch.step.torch_only.state_lock import acquire_all
 
 NamedGradients = dict[str, torch.Tensor | None]
 _LAYOUT: Final = operator.attrgetter("layout")
@@ -216,7 +215,7 @@ def scaled_backward(
         read, size = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
         for model in models:
             model.check_overrides_ran()
-        loss = states[0].replicas.whole(read.value) if states[0].replicas.sharded else read.value
+        loss = states[0].replicas.full_loss(read.value) if states[0].replicas.sharded else read.value
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
         factor = weighting.counted(read, batch, counts=counts)
         known = isinstance(factor, float)
@@ -265,8 +264,9 @@ def _run_forward(
             return _mean_counts(loss_fn, model, states, part)
 
     code = getattr(loss_fn, "__code__", type(loss_fn))
-    trial = _DryRunSnapshot(states) if weighting.begins and code not in state.sums_means else None
-    if weighting.begins and state.sums_means.get(code):
+    sums_means = state.sums_means.get(code) if weighting.begins else False
+    trial = _DryRunSnapshot(states) if sums_means is None else None
+    if sums_means:
         weighting.count_others(count)
     probes = _probe_parameters(state, foreign.began)
     before = [p.grad for p in probes]
@@ -281,7 +281,8 @@ def _run_forward(
             nodes = autograd_node_count()
             result, found = run()
     size = autograd_node_count() - nodes
-    if any(p.grad is not grad for p, grad in zip(probes, before, strict=True)) or foreign.were_given(loss_fn, size):
+    after = [p.grad for p in probes]
+    if any(map(operator.is_not, after, before)) or foreign.were_given(loss_fn, size):
         raise LossError(
             "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
             "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."

@@ -166,11 +166,8 @@ def has_float64_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's kernels divide the gradients by `grad_scale`: fused ones, in float32."""
-    return _is_fused(optimizer) and all(
-        group["params"][0].dtype in (torch.float32, torch.complex64)
-        for group in optimizer.param_groups
-        if group["params"]
-    )
+    dtypes = {group["params"][0].dtype for group in optimizer.param_groups if group["params"]}
+    return dtypes <= {torch.float32, torch.complex64} and _is_fused(optimizer)
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -287,13 +284,13 @@ def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Gro
     """
     if not is_spec(spec):
         return
+    uses_formula, decouples = has_formula(spec), spec.decouples_decay
     for number, group in enumerate(optimizer.param_groups):
-        if has_formula(spec):
+        if uses_formula:
             current_spec(group_spec(groups, number), group)
-        decoupled = group.get("decoupled_weight_decay", spec.decouples_decay)
         for name, differs in (
             ("amsgrad", group.get("amsgrad")),
-            ("decoupled_weight_decay", decoupled != spec.decouples_decay),
+            ("decoupled_weight_decay", group.get("decoupled_weight_decay", decouples) != decouples),
         ):
             if differs and name not in spec.hyperparameters:
                 raise UnsupportedError(

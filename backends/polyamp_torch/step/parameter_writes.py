@@ -85,7 +85,7 @@ class ParameterSnapshot:
         if kept:
             held = dict(zip(self._names, self._tensors, strict=True))
             self._saved = {name: _snapshot_copy(held[name], spare=name not in known) for name in kept}
-        self._versions = _tensor_versions(self._tensors)
+        self._versions = list(map(tensor_version, self._tensors))
 
     def note(self, changed: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Record the parameters that mode "cast" has written to, each with its previous value."""
@@ -105,7 +105,7 @@ class ParameterSnapshot:
             masters: parameters to whose casts the pass wrote.
         """
         of_casts = {id(local_tensor_of(p)) for p in masters}
-        found, now = set(self._writes.known), _tensor_versions(self._tensors)
+        found, now = set(self._writes.known), list(map(tensor_version, self._tensors))
         if now == self._versions and self._looks is None and not of_casts:
             return found
         for name, p, before, after in zip(self._names, self._tensors, self._versions, now, strict=True):
@@ -119,7 +119,7 @@ class ParameterSnapshot:
 
     def compare(self) -> None:
         """Detect the writes after the passes, and release the other copies."""
-        now = _tensor_versions(self._tensors)
+        now = list(map(tensor_version, self._tensors))
         if now != self._versions or self._looks is not None:
             self._compare(now)
 
@@ -234,8 +234,8 @@ class GradientWrites:
                 p.copy_(old)
 
 
-def _tensor_versions(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(tensor_version, tensors))
+ParameterWrites = ParameterSnapshot | GradientWrites
+"""Parameter writes of one rank's passes, not yet undone."""
 
 
 def _snapshot_copy(p: torch.Tensor, *, spare: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.replicas import check_replicas
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 
 
 def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchState:
@@ -53,7 +53,7 @@ def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchStat
         new.optimizer_settings = {"groups": {index: old.get(index, options) for index, options in made.items()}}
         state.retire()
         if not native:
-            new.hold(state.optimizer)
+            new.adopt_optimizer(state.optimizer)
         return new
 
 

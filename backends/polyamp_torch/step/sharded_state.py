@@ -19,7 +19,7 @@ from polyamp.train.checkpoint_processes import SingleProcess
 from polyamp_torch.arrays import DTYPES, as_tensor, dtype_name, is_sharded, to_numpy
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import state_arrays
-from polyamp_torch.step.torch_only.random_state import random_state_arrays
+from polyamp_torch.step.torch_only.random_state import new_random_state_array, random_state_arrays
 
 Array = np.ndarray[Any, Any]
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class TorchShardedState:
         return {name: self._restored_value(name, target) for name, target in targets.items()}
 
     def new_stream(self, name: str, seed: int) -> Array:
-        device = "cpu" if name == "rng/cpu" else self._state.device
-        return to_numpy(torch.Generator(device).manual_seed(seed).get_state())
+        return new_random_state_array(name, seed, self._state.device)
 
     def _empty_tensor(self, name: str, form: ArrayForm) -> torch.Tensor:
         """Return memory for an array to be read, sharded as in the state.

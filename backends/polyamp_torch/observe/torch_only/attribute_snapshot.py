@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from polyamp_torch.compat import tensor_version
-from polyamp_torch.observe.torch_only.alias_preserving_copy import attributes_of
-from polyamp_torch.porting.inventory import wrapper_attribute
+from polyamp_torch.porting.inventory import tensor_attributes, wrapper_attribute
 
 _MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 """Attributes of every module. Its parameters, buffers and hooks are preserved elsewhere."""
@@ -43,7 +42,7 @@ class _AttributeSnapshot:
         self.inside = [(value, value.copy()) for value in self.values.values() if type(value) in (list, dict, set)]
         self.tensors = [
             (value, _version(value), value.detach().clone())
-            for value in attributes_of(part).values()
+            for value in tensor_attributes(part).values()
             if value.is_leaf and not value.is_sparse
         ]
 

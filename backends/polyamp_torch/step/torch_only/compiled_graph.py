@@ -39,8 +39,8 @@ from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
 from polyamp_torch.step.torch_only.complex_parameters import real_view, real_views
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_retrace, run_trial
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.spec_formulas import slot_name
 
 NamedTensors = dict[str, torch.Tensor]

@@ -34,8 +34,8 @@ from polyamp_torch.step.parameter_writes import WRITE_PREFIX, GradientWrites
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.compiled_graph import CompiledGraph, GraphGroups, NamedTensors, micro_batch_weights
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.eager_dry_run import check_retrace
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.update import UpdateGradients, update_states
 
 COMPILE_OPTIONS: Final = ("backend", "mode", "options", "dynamic")
@@ -88,7 +88,7 @@ class CompiledStep:
         self._weight = weight
         self._graphs: weakref.WeakKeyDictionary[TorchState, CompiledGraph] = weakref.WeakKeyDictionary()
 
-    def __call__(self, state: TorchState, batch: Any) -> StepResult:
+    def __call__(self, state: TorchState, batch: Any) -> tuple[TorchState, StepResult]:
         """Run one step on one state.
 
         Raises:
@@ -97,26 +97,21 @@ class CompiledStep:
         recipe = self._recipe
         batches, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
         with DeferInterrupts() as interrupts, state.lock, shield():
-            return self._stepped(state, batches, window, interrupts)
-
-    def _stepped(
-        self, state: TorchState, batches: list[Any], window: Accumulation, interrupts: DeferInterrupts
-    ) -> StepResult:
-        state.check_unchanged()
-        if state.replicas.engine.name is not None:
-            raise UnsupportedError(
-                f"train_step(compile=True) compiles the step of one process. Received: a model held by "
-                f"{_ENGINE_FUNCTIONS[state.replicas.engine.name]}. Use compile=False, and compile the model: "
-                "model.compile() before it is wrapped or sharded."
-            )
-        graph = self._graphs.get(state)
-        groups = GraphGroups.of(state) if is_spec(self._recipe.optimizer) else None
-        if graph is None or graph.groups != groups:  # the options are constants in the graph
-            kind = CompiledNativeGraph if groups is None else CompiledGraph
-            with interrupts.allowed:
-                graph = kind(self._loss_fn, self._recipe, self._options, state, batches[0], groups, self._weight)
-            self._graphs[state] = graph
-        return graph.step(state, batches, window, interrupts)
+            state.check_unchanged()
+            if state.replicas.engine.name is not None:
+                raise UnsupportedError(
+                    f"train_step(compile=True) compiles the step of one process. Received: a model held by "
+                    f"{_ENGINE_FUNCTIONS[state.replicas.engine.name]}. Use compile=False, and compile the model: "
+                    "model.compile() before it is wrapped or sharded."
+                )
+            graph = self._graphs.get(state)
+            groups = GraphGroups.of(state) if is_spec(self._recipe.optimizer) else None
+            if graph is None or graph.groups != groups:  # the options are constants in the graph
+                kind = CompiledNativeGraph if groups is None else CompiledGraph
+                with interrupts.allowed:
+                    graph = kind(self._loss_fn, self._recipe, self._options, state, batches[0], groups, self._weight)
+                self._graphs[state] = graph
+            return state, graph.step(state, batches, window, interrupts)
 
 
 def _reads_attribute(code: Any, name: str) -> bool:

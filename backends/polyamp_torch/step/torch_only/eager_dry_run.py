@@ -16,8 +16,8 @@ from polyamp_torch.step.forward_backward import PassSnapshot, scaled_backward, s
 from polyamp_torch.step.loss_weights import make_loss_weighting
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.python_state_snapshot import PythonState, describe_item, restore_item
 from polyamp_torch.step.torch_only.random_state import preserve_random_states
 
@@ -141,7 +141,7 @@ class RetraceMonitor:
             UnsupportedError: the graph would train other parameters than the eager step.
         """
         if self.interrupts is not None:
-            self.interrupts.deliver()
+            self.interrupts.allowed.__enter__()
         if self._is_first or self.given is None:
             self._is_first = False
             return

@@ -36,6 +36,11 @@ def random_state_arrays(device: torch.device) -> dict[str, Array]:
     return {name: to_numpy(state) for name, state in generator_states(device).items()}
 
 
+def new_random_state_array(name: str, seed: int, device: torch.device) -> Array:
+    """Return the state of a new generator with this seed, for the generator of a name in a checkpoint."""
+    return to_numpy(torch.Generator("cpu" if name == "rng/cpu" else device).manual_seed(seed).get_state())
+
+
 def list_random_state_problems(arrays: Mapping[str, Array], device: torch.device) -> list[str]:
     """Return messages about the arrays that `restore_generator_states` cannot restore."""
     found = []
