@@ -78,7 +78,7 @@ def accumulate_gradients(
 
     def start_reduction(loss: torch.Tensor) -> None:
         """Start the reduction before the last backward pass, so that it precedes that pass's own on every rank."""
-        written = snapshot.parameters.so_far(state.bound.written())
+        written = snapshot.parameters.written_so_far(state.bound.written())
         reduction.start(state, [*losses, loss], announced=has_unannounced_writes(state, written))
 
     with replicas.engine.window():

@@ -154,7 +154,7 @@ def _compute_gradients(
     for snapshot in snapshots:
         snapshot.parameters.compare()
     for own, snapshot in reversed(list(zip(running, snapshots, strict=True))):
-        own.update(snapshot.parameters.take_back())
+        own.update(snapshot.parameters.revert())
     total = states[0].replicas.mean(weighting.total, states[0].device)
     scale = total_scale(
         states[0].scale_state.scale if states[0].scaler.scales else None, nonzero_total(total), loss.device
@@ -178,7 +178,7 @@ def _engine_leaves(states: Sequence[TorchState]) -> list[torch.Tensor]:
 
 def _collect_gradients(state: TorchState) -> NamedGradients:
     """Return the gradients by path, copied if the engine reuses their memory."""
-    if state.replicas.engine.keeps_gradients:
+    if state.replicas.engine.reuses_gradient_memory:
         for p in state.parameters.values():
             p.grad = None if p.grad is None else p.grad.clone()
     return {name: p.grad for name, p in state.parameters.items()}
@@ -217,7 +217,7 @@ def scaled_backward(
             model.check_overrides_ran()
         loss = states[0].replicas.full_loss(read.value) if states[0].replicas.sharded else read.value
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
-        factor = weighting.counted(read, batch, counts=counts)
+        factor = weighting.next_factor(read, batch, counts=counts)
         known = isinstance(factor, float)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if known and factor == 1.0 else scaled * factor
@@ -264,7 +264,7 @@ def _run_forward(
             return _mean_counts(loss_fn, model, states, part)
 
     code = getattr(loss_fn, "__code__", type(loss_fn))
-    sums_means = state.sums_means.get(code) if weighting.begins else False
+    sums_means = state.sums_means.get(code) if weighting.is_first_pass else False
     trial = _DryRunSnapshot(states) if sums_means is None else None
     if sums_means:
         weighting.count_others(count)
@@ -282,7 +282,7 @@ def _run_forward(
             result, found = run()
     size = autograd_node_count() - nodes
     after = [p.grad for p in probes]
-    if any(map(operator.is_not, after, before)) or foreign.were_given(loss_fn, size):
+    if any(map(operator.is_not, after, before)) or foreign.have_new_grads(loss_fn, size):
         raise LossError(
             "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
             "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
@@ -332,7 +332,7 @@ def _probe_parameters(state: TorchState, began: bool) -> list[torch.Tensor]:
     """Return two parameters whose `.grad` usually shows whether `loss_fn` ran a backward pass itself.
 
     They are the first and the last parameter; if accumulation has begun, of those that have a gradient. For the other
-    cases see `ForeignGrads.were_given`."""
+    cases see `ForeignGrads.have_new_grads`."""
     parameters = state.parameters
     found: list[torch.Tensor] = []
     for names in (iter(parameters), reversed(parameters)):

@@ -70,7 +70,7 @@ class LossWeighting(ABC):
         return self.omits and all(isinstance(factor, float) and factor == 0.0 for factor in self.factors)
 
     @property
-    def begins(self) -> bool:
+    def is_first_pass(self) -> bool:
         """Whether the next pass is the first of several."""
         return self.among_others and not self.factors
 
@@ -96,7 +96,7 @@ class LossWeighting(ABC):
         """
 
     @abstractmethod
-    def counted(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
+    def next_factor(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
         """Return the factor for the scaled loss of the next pass.
 
         Args:
@@ -144,7 +144,7 @@ class SingleBatchWeighting(LossWeighting):
         self.sums_means = bool(loss.terms)
         return loss
 
-    def counted(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
+    def next_factor(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
         factor = 1.0
         if loss.weight is not None:
             self._weight = _weight_number(loss.weight, self._device)
@@ -211,7 +211,7 @@ class MicroBatchWeighting(LossWeighting):
             result, found, XP, weight=own, rows=rows, totals=self._totals, selects=True
         )
 
-    def counted(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
+    def next_factor(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
         number = len(self.factors)
         self._own.append(loss.weight is not None)
         loss_weights.check_consistent_weights(self._own)

@@ -98,9 +98,9 @@ def _carry_spec_optimizer(state: TorchState, new: TorchState, survivors: dict[st
             group["params"] = [p for p in group["params"] if moved.get(id(p)) not in own]
         made.param_groups.append({"params": taken, **_merge_group_options(divided, made.param_groups[0])})
     if len(old.param_groups) > len(members):
-        new.groups_moved()
+        new.accept_moved_groups()
     if new.rates is not None and state.rates is not None:
-        new.rates.go_on(state.rates)
+        new.rates.carry_rates(state.rates)
 
 
 def _merge_group_options(group: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:

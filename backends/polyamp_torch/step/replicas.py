@@ -139,7 +139,7 @@ class TorchReplicas:
         """Start the reduction of the loss before the last backward pass, if gradients need no further reduction.
 
         It also announces parameter writes."""
-        if not self.several or not self.engine.same:
+        if not self.several or not self.engine.has_equal_gradients:
             return None
         from polyamp_torch.distributed.all_reduce import AsyncStepScalars
 
@@ -221,7 +221,7 @@ class TorchReplicas:
                 reduced.
         """
         end = len(parts) - 1
-        alike = self.several and (self.engine.alike or narrow)
+        alike = self.several and (self.engine.needs_equal_passes or narrow)
         more = count - len(parts) if alike else 0
         found = [MicroBatchPass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
         return found + [MicroBatchPass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]

@@ -238,7 +238,7 @@ class TorchState(StateDisplayMixin):
                 "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
                 "trainable parameters. Go on with state = polyamp.refresh(state)."
             )
-        self.groups_moved()  # drops the kernels, whose lists have the old order; `optimizer.step()` follows the groups
+        self.accept_moved_groups()
 
     def _refresh_records(self) -> None:
         """Update the records after modules were moved, which is allowed as long as the parameters are the same."""
@@ -284,7 +284,7 @@ class TorchState(StateDisplayMixin):
         if self.kernels is not None:
             self.kernels = self._kernels()
         if self.rates is not None:
-            self.rates.serve(optimizer)
+            self.rates.use_optimizer(optimizer)
 
     def _kernels(self) -> FusedKernels | None:
         parameters: list[Any] = list(self.parameters.values())
@@ -302,8 +302,10 @@ class TorchState(StateDisplayMixin):
             tensors = local_tensors(tensors)
         return complex_parameters.real_views(tensors) if self.complex_parameters else tensors
 
-    def groups_moved(self) -> None:
-        """Accept groups that contain the same parameters in another order or division."""
+    def accept_moved_groups(self) -> None:
+        """Accept groups that contain the same parameters in another order or division.
+
+        The kernels, whose lists have the old order, are dropped: `optimizer.step()` follows the groups."""
         self._held = _grouped_parameters(self.optimizer)
         self.kernels = None
 

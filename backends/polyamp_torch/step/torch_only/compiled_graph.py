@@ -138,7 +138,7 @@ class CompiledGraph:
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
         running = buffers.writable_buffers(state.buffer_owners) | self._more_running
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
-        loss, auxes, norm, scale_state, step, skipped, weight = self._called(
+        loss, auxes, norm, scale_state, step, skipped, weight = self._call(
             state,
             batches,
             interrupts,
@@ -158,7 +158,7 @@ class CompiledGraph:
         aux = map_tree(detach_leaf, stack_aux(auxes, stack=self._recipe.accumulate_steps > 1))
         return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight)
 
-    def _called(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
+    def _call(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
         """Call the compiled function; return its results, or raise its error as one of polyamp's."""
         with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
             self._watch.given = (state, batches[0])
@@ -203,7 +203,7 @@ class CompiledGraph:
         """Run the whole step; this function is compiled. `shares` is None for micro-batches of equal rows."""
         check_retrace(self._watch)
         recipe, scaler = self._recipe, self._scaler
-        loss, auxes, total, now, whole, weight = self._summed(
+        loss, auxes, total, now, whole, weight = self._sum_gradients(
             parameters, fixed, running, scale_state.scale, batches, shares
         )
         current = real_views(now.get(name, p) for name, p in parameters.items())
@@ -225,7 +225,7 @@ class CompiledGraph:
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         return loss, auxes, stats.norm, tuple(decision.scale_state), decision.step, decision.skipped, weight
 
-    def _summed(
+    def _sum_gradients(
         self,
         parameters: NamedTensors,
         fixed: NamedTensors,

@@ -133,7 +133,7 @@ class CompiledNativeGraph(CompiledGraph):
         running = buffers.writable_buffers(state.buffer_owners) | self._more_running
         fixed = self._fixed(set(map(id, [*used, *running.values()])))
         narrow = len(batches) > 1 and used[0].dtype in HALF_TENSOR_DTYPES  # divided in float32, rounded once (S8)
-        loss, auxes, values, now, whole, weight = self._called(
+        loss, auxes, values, now, whole, weight = self._call(
             state,
             batches,
             interrupts,
@@ -173,7 +173,7 @@ class CompiledNativeGraph(CompiledGraph):
     ) -> Any:
         """Return loss, auxes, gradient sums, buffers, divisor and weight; `narrow` divides 16-bit sums here."""
         check_retrace(self._watch)
-        loss, auxes, total, now, whole, weight = self._summed(parameters, fixed, running, scale, batches, shares)
+        loss, auxes, total, now, whole, weight = self._sum_gradients(parameters, fixed, running, scale, batches, shares)
         by = total_scale(scale if self._scaler.scales else None, whole, scale.device) if narrow else None
         if by is not None:
             divisor = by.float()

@@ -134,7 +134,7 @@ class RetraceMonitor:
         self.interrupts: DeferInterrupts | None = None
         self.refusal: PolyampError | None = None
 
-    def look(self) -> None:
+    def check_trace(self) -> None:
         """Check a new trace; called once per trace.
 
         Raises:
@@ -172,4 +172,4 @@ class RetraceMonitor:
 @assume_constant_result
 def check_retrace(watch: RetraceMonitor) -> None:
     """Check for a retrace. The compiled function calls it, but it runs only while that function is traced."""
-    watch.look()
+    watch.check_trace()
