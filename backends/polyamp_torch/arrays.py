@@ -49,6 +49,11 @@ def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     return map_tree(lambda leaf: leaf.to(target) if is_castable(leaf, float64=float64) else leaf, tree)
 
 
+def detach_leaf(leaf: Any) -> Any:
+    """Return a leaf of a tree, detached from the autograd graph if it is a tensor."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def to_device(tree: Any, device: torch.device, parameters: str) -> Any:
     """Convert a batch's NumPy leaves to tensors, and move every tensor to `device`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
@@ -145,11 +146,10 @@ class TorchBackend:
                 f"compile must be True, False or a dict of torch.compile's options. Received: compile={how!r}."
             )
         if how is False:
-            return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch, weight))
+            return functools.partial(step.train_step, loss_fn, recipe, weight)
         from polyamp_torch.step.torch_only.compiled_step import CompiledStep
 
-        compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {}, weight)
-        return lambda state, batch: (state, compiled(state, batch))
+        return CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {}, weight)
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         step_checks.check_options(options, ("weight",), function="value_and_grad", backend=self.name)

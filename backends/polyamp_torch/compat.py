@@ -401,9 +401,18 @@ def fsdp_parameter_groups(module: Any) -> list[Any]:
     return [] if state is None else _fsdp_groups(state)
 
 
-def flattened_mesh_group(mesh: Any) -> Any:
-    """Return one process group of all processes of a multi-dimensional mesh."""
-    return mesh._flatten().get_group()
+def group_of_meshes(meshes: Iterable[Any]) -> Any:
+    """Return one process group of all the processes of some meshes, which may have several dimensions; None if neither
+    a mesh nor the default group consists of exactly these processes."""
+    distinct = list({id(mesh): mesh for mesh in meshes}.values())
+    ranks = {rank for mesh in distinct for rank in mesh.mesh.flatten().tolist()}
+    of_all = [mesh for mesh in distinct if mesh.size() == len(ranks)]
+    for mesh in of_all:
+        if mesh.ndim == 1:
+            return mesh.get_group()
+    if len(ranks) == torch.distributed.get_world_size():
+        return torch.distributed.group.WORLD
+    return of_all[0]._flatten().get_group() if of_all else None
 
 
 def make_prefix_store(prefix: str, store: Any) -> Any:

@@ -23,7 +23,7 @@ class StepScalars(NamedTuple):
         loss: weighted mean over the replicas, float32 scalar; 0 if no loss was given, or all weights are 0.
         total: mean of the replicas' loss weights, float64 scalar.
         marks: sum of the processes' program marks, float64 scalar.
-        news: number of processes with unannounced parameter writes, float64 scalar.
+        announcements: number of processes that announce parameter writes, float64 scalar.
         scale: the scale that the gradients still carry, or None.
     """
 
@@ -32,39 +32,41 @@ class StepScalars(NamedTuple):
     loss: torch.Tensor
     total: torch.Tensor
     marks: torch.Tensor
-    news: torch.Tensor
+    announcements: torch.Tensor
     scale: torch.Tensor | None = None
 
 
 class AsyncStepScalars:
-    """Asynchronous all-reduce of the loss, its weight, the program mark and the news flag.
+    """Asynchronous all-reduce of the loss, its weight, the program mark and the flag of announced parameter writes.
 
     Args:
         loss: weighted sum of the losses of this process's micro-batches.
         total: the sum of their weights.
         group: the process group.
         mark: as in `all_reduce_step_scalars`.
-        news: as in `all_reduce_step_scalars`.
+        announced: as in `all_reduce_step_scalars`.
     """
 
     @torch.no_grad()
-    def __init__(self, loss: torch.Tensor, total: float | torch.Tensor, group: Any, mark: int, *, news: bool) -> None:
+    def __init__(
+        self, loss: torch.Tensor, total: float | torch.Tensor, group: Any, mark: int, *, announced: bool
+    ) -> None:
         self.mark = mark
         own = loss.detach().to(torch.float64) / group.size()
         if isinstance(total, torch.Tensor):
             counted = total.to(own) / group.size()
         else:
             counted = own.new_full((), total / group.size())
-        self._sums = torch.stack((own, counted, own.new_full((), mark), own.new_full((), float(news))))
+        self._sums = torch.stack((own, counted, own.new_full((), mark), own.new_full((), float(announced))))
         self._work: Any = dist.all_reduce(self._sums, group=group, async_op=True)
 
-    def arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the mean loss (float32), the mean weight, and the sums of the marks and of the news (float64 scalars).
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the mean loss (float32), the mean weight, and the sums of the marks and of the announcements.
 
         A device waits for the reduction; the host does not."""
         self._work.wait()
-        loss, total, marks, news = self._sums.unbind()
-        return _replica_mean(loss, total), total, marks, news
+        loss, total, marks, announcements = self._sums.unbind()
+        return _replica_mean(loss, total), total, marks, announcements
 
 
 @torch.no_grad()
@@ -76,7 +78,7 @@ def all_reduce_step_scalars(
     group: Any,
     mark: int = 0,
     *,
-    news: bool = False,
+    announced: bool = False,
 ) -> StepScalars:
     """Return norm, finite flag and mean loss over all processes, from one small all-reduce.
 
@@ -88,21 +90,21 @@ def all_reduce_step_scalars(
         total: the sum of their weights.
         group: the process group.
         mark: a small number of step, state and gradients that is equal where the programs are equal (S32).
-        news: whether this process has unannounced parameter writes.
+        announced: whether this process announces parameter writes.
     """
     if squares.device.type == "cpu":  # with Python numbers: reading is free, and it takes a fourth of the operations
         own = 0.0 if loss is None else loss.item() / group.size()
-        numbers = (squares.item(), float(not finite.item()), own, float(total) / group.size(), float(mark), float(news))
+        numbers = (squares.item(), not finite.item(), own, float(total) / group.size(), mark, announced)
         vector = torch.tensor(numbers, dtype=torch.float64)
     else:
         zero = torch.zeros_like(squares)
         mean = zero if loss is None else loss.to(squares.device, torch.float64) / group.size()
         vector = torch.stack(
-            (squares, (~finite).double(), mean, zero + total / group.size(), zero + mark, zero + float(news))
+            (squares, (~finite).double(), mean, zero + total / group.size(), zero + mark, zero + float(announced))
         )
     dist.all_reduce(vector, group=group)
-    norm, broken, mean, counted, marks, told = vector.unbind()
-    return StepScalars(norm.sqrt(), broken == 0, _replica_mean(mean, counted), counted, marks, told)
+    norm, broken, mean, counted, marks, announcements = vector.unbind()
+    return StepScalars(norm.sqrt(), broken == 0, _replica_mean(mean, counted), counted, marks, announcements)
 
 
 def _replica_mean(loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,9 @@ class DDPEngine(ParallelEngine):
     def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         group = modules[0].process_group
         super().__init__("ddp", group, group, dist.get_world_size(group), dist.get_rank(group), modules)
-        self.alike = any(part.static_graph for part in modules)
-        self.keeps_gradients = any(part.gradient_as_bucket_view for part in modules)
-        self.same = True
+        self.needs_equal_passes = any(part.static_graph for part in modules)
+        self.reuses_gradient_memory = any(part.gradient_as_bucket_view for part in modules)
+        self.has_equal_gradients = True
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         for part in self.modules:
@@ -62,7 +62,7 @@ class DDPEngine(ParallelEngine):
         sent = [set_buffer_broadcast(part, now=False) for part in self.modules]
         try:
             yield
-            self.alike = False
+            self.needs_equal_passes = False
         except BaseException:
             for part in self.modules:
                 reset_reducer(part)
@@ -76,7 +76,7 @@ class DDPEngine(ParallelEngine):
     def one_pass(self, *, last: bool) -> Iterator[None]:
         for part in self.modules:
             has_run_forward(part, before=False)
-        if last or self.alike:
+        if last or self.needs_equal_passes:
             yield
             return
         with contextlib.ExitStack() as stack:

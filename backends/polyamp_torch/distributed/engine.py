@@ -28,9 +28,9 @@ class ParallelEngine:
         count: the number of replicas.
         rank: the index of this process's replica.
         modules: the modules that the engine wraps or shards, outermost first.
-        alike: whether every process must run the same number of passes, because a pass waits for the others'.
-        keeps_gradients: whether gradients share memory that the next backward pass overwrites.
-        same: whether, after the last pass, every process has the same unsharded gradients, bit for bit.
+        needs_equal_passes: whether every process must run as many passes, because a pass waits for the others'.
+        reuses_gradient_memory: whether gradients share memory that the next backward pass overwrites.
+        has_equal_gradients: whether, after the last pass, every process has the same unsharded gradients, bit for bit.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ParallelEngine:
         self.count: Final = count
         self.rank: Final = rank
         self.modules: Final = tuple(modules)
-        self.alike = False
-        self.keeps_gradients = False
-        self.same = False
+        self.needs_equal_passes = False
+        self.reuses_gradient_memory = False
+        self.has_equal_gradients = False
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         """Raise if the replicas would diverge. Runs after the comparison of the ranks, which reports differences first.

@@ -7,7 +7,6 @@ The adapters that a step uses are in `ddp_engine` and `fully_shard_engine`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.compat import flattened_mesh_group, fsdp_meshes
+from polyamp_torch.compat import fsdp_meshes, group_of_meshes
 from polyamp_torch.distributed.ddp_engine import DDPEngine
 from polyamp_torch.distributed.engine import ParallelEngine
 from polyamp_torch.distributed.fully_shard_engine import FullyShardEngine
@@ -68,23 +67,17 @@ def detect_engine(model: nn.Module) -> ParallelEngine:
     return FullyShardEngine(name, group, _group_of_meshes(meshes), len(ranks), ranks.index(dist.get_rank()), parts)
 
 
-def _group_of_meshes(meshes: Iterable[Any]) -> Any:
+def _group_of_meshes(meshes: list[Any]) -> Any:
     """Return one process group of all the processes of the meshes.
 
     Raises:
         UnsupportedError: neither a mesh nor the default group consists of exactly these processes.
     """
-    distinct = list({id(mesh): mesh for mesh in meshes}.values())
-    ranks = {rank for mesh in distinct for rank in mesh.mesh.flatten().tolist()}
-    for mesh in distinct:
-        if mesh.ndim == 1 and mesh.size() == len(ranks):
-            return mesh.get_group()
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    for mesh in distinct:
-        if mesh.size() == len(ranks):
-            return flattened_mesh_group(mesh)
-    raise UnsupportedError(
-        f"model: its parameters are spread over {len(ranks)} processes, and none of their meshes holds all of these. "
-        + _MESH_HINT
-    )
+    group = group_of_meshes(meshes)
+    if group is None:
+        ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+        raise UnsupportedError(
+            f"model: its parameters are spread over {len(ranks)} processes, and none of their meshes holds all of "
+            "these. " + _MESH_HINT
+        )
+    return group

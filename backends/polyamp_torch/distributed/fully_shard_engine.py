@@ -26,7 +26,7 @@ class FullyShardEngine(ParallelEngine):
 
     def __init__(self, name: str, group: Any, data: Any, count: int, rank: int, modules: Sequence[Any]) -> None:
         super().__init__(name, group, data, count, rank, modules)
-        self.alike = True
+        self.needs_equal_passes = True
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         self._outermost = [module for module in modules if id(module) not in inner]
         self.reshard()

@@ -49,7 +49,7 @@ class OptimizerShards:
             grads: the local part of each gradient, set as `.grad` of the local tensors.
         """
         if self._changed(optimizer):
-            self._look(optimizer)
+            self._update_lists(optimizer)
         groups, state = optimizer.param_groups, optimizer.state
         whole = [group["params"] for group in groups]
         given = []
@@ -71,10 +71,10 @@ class OptimizerShards:
                     local.grad = None
 
     def _changed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer's tensors differ from those of the last `_look`."""
+        """Return whether the optimizer's tensors differ from those of the last `_update_lists`."""
         return not all(map(operator.is_, _optimizer_contents(optimizer), self._of))
 
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update_lists(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         if len(self._lists) != len(groups):
             self._lists = [[] for _ in groups]

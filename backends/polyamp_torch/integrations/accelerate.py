@@ -14,19 +14,25 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from polyamp.errors import PolicyError
+from polyamp.errors import PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
-from polyamp_torch.integrations import accelerate_sharded
-from polyamp_torch.integrations.loop_scaler import LoopRegion, LoopSettings, require_extra
+from polyamp_torch.distributed.fsdp_mixed_precision import mixed_precision_policy
+from polyamp_torch.integrations.loop_adapter import LoopRegion, LoopSettings, require_extra
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 
 with require_extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]  # no annotations
-    from accelerate.utils import AutocastKwargs, GradScalerKwargs  # type: ignore[import-untyped]  # no annotations
+    from accelerate.state import PartialState  # type: ignore[import-untyped]  # no annotations
+    from accelerate.utils import (  # type: ignore[import-untyped]  # no annotations
+        AutocastKwargs,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        GradScalerKwargs,
+    )
 
 __all__ = ["Accelerator"]
 
@@ -34,6 +40,9 @@ _ACCELERATE_PRECISIONS: Final = {"float16": "fp16", "bfloat16": "bf16", "float32
 """Compute dtype -> Accelerate's name for it."""
 _PRECISION_VARIABLE: Final = "ACCELERATE_MIXED_PRECISION"
 """Environment variable set by `accelerate launch --mixed_precision`."""
+_FSDP_VARIABLE: Final = "ACCELERATE_USE_FSDP"
+"""Environment variable set by `accelerate launch --use_fsdp`."""
+_REPLICATED_TYPES: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not annotated
@@ -81,9 +90,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         checked = LoopSettings.create(policy, scaler, "cpu", library="Accelerate")  # before Accelerate's own setup
         self._word: Final = _ACCELERATE_PRECISIONS[checked.policy.compute]
         _check_options(options, word, self._word)
-        plugin = accelerate_sharded.fsdp_plugin_from_options(options)
+        plugin = fsdp_plugin_from_options(options)
         super().__init__(mixed_precision="no", **{**options, "fsdp_plugin": plugin})  # its autocast and scaler stay off
-        accelerate_sharded.configure_sharding(self.state, plugin)
+        configure_sharding(self.state, plugin)
         self.settings: Final = LoopSettings.create(policy, scaler, self.device.type, library="Accelerate")
         self.scaler = self.settings.scaler
         self._cleanups: dict[nn.Module, contextlib.ExitStack] = {}
@@ -111,7 +120,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         models = {at: item for at, item in enumerate(args) if isinstance(item, nn.Module)}
         new = [at for at, model in models.items() if not self._apply_policy(model)]
         try:
-            accelerate_sharded.set_mixed_precision_policy(self.state.fsdp_plugin, self.settings.policy)
+            set_mixed_precision_policy(self.state.fsdp_plugin, self.settings.policy)
             prepared = super().prepare(*args, **kwargs)
             for model in models.values():
                 self.settings.check_sharding(model)
@@ -230,7 +239,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerat
     def step(self, closure: Any = None) -> None:
         """Step through the scaler, as Accelerate does."""
         waits = self.scaler.has_scaled_loss(self.optimizer)
-        if not waits and accelerate_sharded.is_state_initialization(self.optimizer):
+        if not waits and is_state_initialization(self.optimizer):
             self.optimizer.step(closure)
         else:
             super().step(closure)
@@ -268,3 +277,65 @@ def _check_options(options: dict[str, Any], given: Any, word: str) -> None:
             f"accelerate launch asks for mixed_precision={launched!r} (ACCELERATE_MIXED_PRECISION), the policy for "
             f"{word!r}. Launch with --mixed_precision={word} or without it."
         )
+
+
+def fsdp_plugin_from_options(options: dict[str, Any]) -> Any:
+    """Return the FSDP plugin: from an `Accelerator`'s options or from the launch environment; or None."""
+    given = options.get("fsdp_plugin")
+    if given is None and os.environ.get(_FSDP_VARIABLE, "false").lower() == "true":
+        given = FullyShardedDataParallelPlugin()
+    return given
+
+
+def configure_sharding(state: Any, plugin: Any) -> None:
+    """Raise for engines with their own precision, and enable sharding on the CPU if it is requested.
+
+    With ranks on the CPU, Accelerate silently drops an FSDP configuration and trains replicas. Without `cpu=True` it
+    does not connect the ranks at all, and each trains alone.
+
+    Args:
+        state: the `AcceleratorState`, set up by Accelerate.
+        plugin: from `fsdp_plugin_from_options`.
+
+    Raises:
+        UnsupportedError: FSDP1, DeepSpeed, Megatron-LM or a TPU; or ranks that Accelerate does not connect.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if state.distributed_type is DistributedType.NO and launched > 1:
+        raise UnsupportedError(
+            f"{launched} processes were launched, but Accelerate found no accelerators for them, and would train a "
+            "model of its own in each. Pass cpu=True (in TrainingArguments use_cpu=True), or launch them by "
+            "`accelerate launch --cpu`."
+        )
+    on_cpu = state.distributed_type is DistributedType.MULTI_CPU and plugin is not None
+    sharded = on_cpu or state.distributed_type is DistributedType.FSDP
+    config = plugin if on_cpu else getattr(state, "fsdp_plugin", None)
+    if sharded and getattr(config, "fsdp_version", None) != 2:
+        raise UnsupportedError(
+            "polyamp's Accelerator shards with FSDP2: FSDP1 keeps a precision of its own in flat parameters. Received: "
+            "an FSDP configuration of version 1. Pass FullyShardedDataParallelPlugin(fsdp_version=2), or launch with "
+            "--fsdp_version 2."
+        )
+    if not sharded and state.distributed_type not in _REPLICATED_TYPES:
+        raise UnsupportedError(
+            "polyamp's Accelerator runs on one device, under DistributedDataParallel or with FSDP2. Received: "
+            f"{state.distributed_type}. Use accelerate.Accelerator there."
+        )
+    if on_cpu:
+        PartialState().distributed_type = DistributedType.FSDP  # every `AcceleratorState()` copies it from there
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+
+
+def set_mixed_precision_policy(plugin: Any, policy: Policy) -> None:
+    """Set the plugin's mixed precision from the policy, unless the plugin has one."""
+    if plugin.mixed_precision_policy is None:
+        plugin.mixed_precision_policy = mixed_precision_policy(policy)
+
+
+def is_state_initialization(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step would only initialise the optimizer state for loading a checkpoint.
+
+    `torch.distributed.checkpoint` initialises the state by a step at learning rate 0 with zero gradients. Accelerate
+    passes it the optimizer that steps through the scaler, which must not count that step.
+    """
+    return not optimizer.state and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

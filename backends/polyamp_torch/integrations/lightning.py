@@ -6,9 +6,10 @@ Import it as `polyamp_torch.lightning`; it needs `pip install "polyamp[lightning
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
@@ -16,8 +17,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import has_found_inf_support
-from polyamp_torch.integrations.loop_clipping import clip_by_norm, group_by_mesh
-from polyamp_torch.integrations.loop_scaler import LoopSettings, require_extra
+from polyamp_torch.integrations.loop_adapter import LoopSettings, require_extra
 from polyamp_torch.precision.policy_module import PolicyModule
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 
@@ -197,11 +197,11 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
         """Clip by the norm over all gradients, whatever their sharding."""
-        clip_by_norm(self.main_params(optimizer), clip_val)
+        _clip_by_norm(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: Any) -> None:
         """Clip by value, including sharded gradients."""
-        for alike in group_by_mesh(self.main_params(optimizer)).values():
+        for alike in _group_by_mesh(self.main_params(optimizer)).values():
             nn.utils.clip_grad_value_(alike, clip_val)
 
 
@@ -285,3 +285,31 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
         """Unscale before clipping, for fused optimizers too."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+
+
+def _group_by_mesh(parameters: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Group the parameters that have a gradient by the mesh that shards it; None for unsharded gradients."""
+    found: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    return found
+
+
+def _clip_by_norm(parameters: Iterable[Any], max_norm: float) -> None:
+    """Clip like `torch.nn.utils.clip_grad_norm_`, by the norm over all gradients, which is equal on every rank.
+
+    torch's own functions require gradients with one kind of sharding. Under a tensor-parallel plan some gradients are
+    sharded and some are not, or they are sharded over several meshes.
+    """
+    found = _group_by_mesh(parameters)
+    if len(found) < 2:
+        nn.utils.clip_grad_norm_([p for alike in found.values() for p in alike], max_norm)
+        return
+    norms = [nn.utils.get_total_norm([p.grad for p in alike]) for alike in found.values()]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as in torch
+    for alike in found.values():
+        for parameter in alike:
+            parameter.grad.mul_(factor)

@@ -7,10 +7,13 @@ backward pass. Afterwards all hooks are removed and random streams are restored.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,13 +30,15 @@ from polyamp_torch.compat import (
     without_function_modes,
 )
 from polyamp_torch.observe.op_dtypes import OpDtypeRecorder
-from polyamp_torch.observe.torch_only.compiled_parts import compiled_parts, hidden_modules_reason
-from polyamp_torch.observe.torch_only.outputs import array_digest, host_array, output_tensor
-from polyamp_torch.observe.torch_only.preserve_state import preserve_attributes, preserve_random_state
+from polyamp_torch.observe.torch_only.attribute_snapshot import preserve_attributes
+from polyamp_torch.observe.torch_only.compiled_module_detection import compiled_parts, hidden_modules_reason
 from polyamp_torch.porting.inventory import short_paths, wrapper_attribute
 from polyamp_torch.step.forward_backward import value_and_grad
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
+from polyamp_torch.step.torch_only.random_state import preserve_random_states
+
+Array = np.ndarray[Any, Any]
 
 
 def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
@@ -45,7 +50,7 @@ def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_captur
     graphs, state.graphs = state.graphs, GraphSizeCache()  # the cache belongs to the state's own loss function
     try:
         with (
-            preserve_random_state(state.model, state.device),
+            preserve_random_states(state.model, state.device),
             preserve_attributes(state.model),
             watcher.on(modules),
             operations or NULL_CONTEXT,
@@ -53,7 +58,9 @@ def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_captur
             _, (found,) = value_and_grad(watcher.wrap_loss(loss_fn), [state], batch)
     finally:
         state.graphs = graphs
-    gradients = {name: None if value is None else host_array(value, copy=False) for name, value in found.values.items()}
+    gradients = {
+        name: None if value is None else _host_array(value, copy=False) for name, value in found.values.items()
+    }
     return PassRecord(watcher.loss, gradients, operations.rows if operations else (), why)
 
 
@@ -96,7 +103,7 @@ class _PassCapture:
     def wrap_loss(self, loss_fn: LossFunction) -> LossFunction:
         """Return the loss function wrapped to record the loss and the start of the backward pass."""
 
-        def told(model: Any, batch: Any) -> Any:
+        def recorded_loss_fn(model: Any, batch: Any) -> Any:
             self._set_running(on=True)
             try:
                 result = loss_fn(model, batch)
@@ -108,7 +115,7 @@ class _PassCapture:
                 self.loss = loss.detach().double().item()
             return result
 
-        return told
+        return recorded_loss_fn
 
     def _set_running(self, *, on: bool) -> None:
         self.running = on
@@ -129,7 +136,7 @@ class _PassCapture:
             if self.running and self.operations is not None and self.operations.modules:
                 self.operations.modules.pop()
             with without_function_modes():
-                tensor = None if output is None else output_tensor(module, output)
+                tensor = None if output is None else _output_tensor(module, output)
                 if tensor is not None and self.running:
                     self._record_output(path, tensor, None if module_children(module) else _input_tensor(args, tensor))
                 elif tensor is not None and self.backward and path in self.pending:
@@ -141,20 +148,20 @@ class _PassCapture:
         self.calls[path] = number = self.calls.get(path, 0) + 1
         place = path if number == 1 else f"{path}#{number}"
         if given is not None:
-            self.on_capture(place, "input", host_array(given), dtype_name(given.dtype))
-        values = host_array(tensor)
+            self.on_capture(place, "input", _host_array(given), dtype_name(given.dtype))
+        values = _host_array(tensor)
         self.on_capture(place, "output", values, dtype_name(tensor.dtype))
         if tensor.requires_grad:
             self._hook_gradient(place, tensor)
         elif not torch.is_grad_enabled():  # perhaps in a reentrant checkpoint, which recomputes it with gradients
-            self.pending.setdefault(path, []).append((place, array_digest(values)))
+            self.pending.setdefault(path, []).append((place, _array_digest(values)))
 
     def _match_recomputed_call(self, path: str, tensor: torch.Tensor) -> None:
         """Match a call that a checkpoint recomputes in the backward pass to its first run."""
         if not tensor.requires_grad:
             return
         waiting = self.pending[path]
-        known = array_digest(host_array(tensor)) if len(waiting) > 1 else None
+        known = _array_digest(_host_array(tensor)) if len(waiting) > 1 else None
         number = next((n for n, (_, each) in enumerate(waiting) if each == known), len(waiting) - 1)
         if waiting:
             self._hook_gradient(waiting.pop(number)[0], tensor)
@@ -164,7 +171,7 @@ class _PassCapture:
 
         def hook(gradient: torch.Tensor) -> None:
             if self.backward:  # not in a backward pass of the loss function itself
-                values = host_array(gradient)
+                values = _host_array(gradient)
                 values /= values.dtype.type(self.scale)
                 self.on_capture(place, "cotangent", values, dtype_name(gradient.dtype))
 
@@ -179,6 +186,50 @@ def _input_tensor(args: Any, output: torch.Tensor) -> torch.Tensor | None:
         return None
     same = given.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
     return None if same else given
+
+
+def _output_tensor(module: nn.Module, output: Any) -> torch.Tensor | None:
+    """Return the first floating tensor of an output that is not a scalar, else the first floating one, or None. Of a
+    recurrent or attention layer that is the sequence; a dataclass (transformers' `ModelOutput`) is read in the order of
+    its fields."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        output = output[0]
+    found = [tensor for tensor in _flat_tensors(output) if tensor.is_floating_point() and tensor.numel()]
+    return next((tensor for tensor in found if tensor.dim()), found[0] if found else None)
+
+
+def _host_array(tensor: torch.Tensor, *, copy: bool = True) -> Array:
+    """Return the values on the host, as float64 for a float64 tensor, else as float32.
+
+    Args:
+        tensor: the tensor.
+        copy: False if no other code will write to the tensor: the result may then share its memory.
+    """
+    with without_function_modes():
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        values: Array = tensor.detach().to("cpu", dtype, copy=copy).resolve_conj().resolve_neg().numpy()
+    return values
+
+
+def _array_digest(values: Array) -> bytes:
+    """Return a digest that distinguishes the results of two calls."""
+    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).digest()
+
+
+def _flat_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree.to_dense() if tree.is_sparse else tree
+    elif isinstance(tree, nn.utils.rnn.PackedSequence):
+        yield tree.data
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _flat_tensors(value)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _flat_tensors(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from _flat_tensors(getattr(tree, field.name, None))
 
 
 def hook_targets(model: nn.Module) -> list[tuple[str, nn.Module]]:

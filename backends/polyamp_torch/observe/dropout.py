@@ -1,7 +1,7 @@
 """`disable_dropout`: a context manager that turns dropout off, or takes its random numbers from a given source.
 
 A mode intercepts every dropout function, whoever calls it: modules, `torch.nn.functional`, attention and recurrent
-layers with their own rate. `shared_dropout` supplies given random numbers.
+layers with their own rate. `random_number_modes` supplies given random numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn import functional
 from polyamp.errors import UnsupportedError
 from polyamp.parity.trace.observer import UniformSource
 from polyamp_torch.compat import assume_constant_result
-from polyamp_torch.observe.torch_only.compiled_parts import compiled_parts
-from polyamp_torch.observe.torch_only.dropout_mode import (
+from polyamp_torch.observe.torch_only.compiled_module_detection import compiled_parts
+from polyamp_torch.observe.torch_only.random_number_modes import (
     CHANNEL_DROPOUT_FUNCTIONS,
     DROPOUT_FUNCTIONS,
     RECURRENT_FUNCTIONS,
     DropoutMode,
     Function,
+    SharedRandomMode,
 )
-from polyamp_torch.observe.torch_only.shared_dropout import SharedRandomMode
 from polyamp_torch.precision.op_list import BACKWARD_FUNCTIONS
 
 _ATTENTION: Final = functional.multi_head_attention_forward

@@ -6,14 +6,13 @@ uncoalesced sparse gradients, and the check of the *results* of the multiplicati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import check_and_unscale_, coalesced_values, group_by_device_and_dtype
-from polyamp_torch.own_loop.torch_only.sharding import dtensor_class, local_gradient, reduce_partial_gradients
+from polyamp_torch.own_loop.torch_only.sharded_gradients import dtensor_class, local_gradient, reduce_partial_gradients
 from polyamp_torch.step.grad_stats import global_norm_and_finite
 
 DeviceFlags = dict[torch.device, torch.Tensor]
@@ -25,6 +24,11 @@ GradientBuckets = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 def optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
     """Return every parameter of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def has_gradients(optimizer: Any) -> bool:
+    """Return whether any parameter of an optimizer has a gradient on this rank."""
+    return any(p.grad is not None for p in optimizer_parameters(optimizer))
 
 
 def bucket_gradients(parameters: list[torch.Tensor]) -> GradientBuckets:
@@ -127,18 +131,3 @@ def max_flag(flags: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         return like
     moved = [flag.to(like.device, non_blocking=True) for flag in flags]
     return moved[0] if len(moved) == 1 else torch.stack([flag.reshape(()) for flag in moved]).amax()
-
-
-def reachable_parameters(result: torch.Tensor) -> Iterator[torch.nn.Parameter]:
-    """Yield the `nn.Parameter`s that a backward pass from `result` reaches, by walking its graph."""
-    todo: list[Any] = [result.grad_fn]
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.nn.Parameter):
-            yield leaf
-        todo.extend(following for following, _ in node.next_functions)

@@ -27,6 +27,7 @@ from polyamp_torch.compat import disable_compile, has_found_inf_support, maybe_o
 from polyamp_torch.own_loop.gradients import (
     DeviceFlags,
     bucket_gradients,
+    has_gradients,
     max_flag,
     optimizer_parameters,
     overflow_flag,
@@ -45,7 +46,7 @@ from polyamp_torch.own_loop.torch_only.scaler_checks import (
     scaler_from_arguments,
 )
 from polyamp_torch.own_loop.torch_only.scaler_state import ScalerState
-from polyamp_torch.own_loop.torch_only.sharding import RankAgreement, refuse_sharded
+from polyamp_torch.own_loop.torch_only.sharded_gradients import RankAgreement, refuse_sharded
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciprocal
 
@@ -245,7 +246,7 @@ class GradScaler(ScalerState):
         refuse_closure(args, kwargs)
         record.refuse_mixed()
         step = self._step_without_gradients
-        if any(p.grad is not None for p in optimizer_parameters(optimizer)):
+        if has_gradients(optimizer):
             fused_step = self._step_by_scaler if record.takes_scaler else self._step_fused
             step = fused_step if has_found_inf_support(optimizer) else self._step_unfused
         if self._loop.ended:
@@ -336,8 +337,7 @@ class GradScaler(ScalerState):
         found = max_flag(flags, scale) if flags else torch.zeros_like(scale)
         group = self._ranks.group(parameters) if parameters else None
         if group is not None:
-            own = any(p.grad is not None for p in optimizer_parameters(optimizer))
-            found = self._ranks.all_reduce_flag(found, group, has_gradients=own)
+            found = self._ranks.all_reduce_flag(found, group, has_gradients=has_gradients(optimizer))
         optimizer_state["found_inf_per_device"] = {found.device: found}
         loop.stepped.append(loop.record_of(optimizer))
         loop.found = found

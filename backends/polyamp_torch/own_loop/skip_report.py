@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.own_loop.gradients import optimizer_parameters
+from polyamp_torch.own_loop.gradients import has_gradients, optimizer_parameters
 
 
 class NonFinite(NamedTuple):
@@ -128,7 +128,7 @@ class SkipEvidence:
         if self._report is None:
             optimizer = self.optimizer()
             scale = self.scale.item()
-            if optimizer is None or calls != self.calls or not _has_gradients(optimizer):
+            if optimizer is None or calls != self.calls or not has_gradients(optimizer):
                 return SkipReport(scale=scale, gone=True)
             found, total = count_non_finite(optimizer, self.divisor, self.names)
             self._report = SkipReport(tuple(found), total, scale)
@@ -172,10 +172,6 @@ class ParameterNames:
                 otherwise = given[index] if given else f"group {number}, parameter {index}"
                 found.append(known.get(id(p), otherwise))
         return found
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(p.grad is not None for p in optimizer_parameters(optimizer))
 
 
 @torch.no_grad()

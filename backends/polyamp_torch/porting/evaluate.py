@@ -21,8 +21,8 @@ from polyamp.errors import PortError, describe_value
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import from_numpy
-from polyamp_torch.porting.inventory import unwrap_module, wrapper_attribute
-from polyamp_torch.porting.torch_only.tensor_io import storage_key
+from polyamp_torch.porting.inventory import module_tensors, unwrap_module, wrapper_attribute
+from polyamp_torch.porting.torch_only.numpy_conversion import storage_key
 from polyamp_torch.precision.policy_module import module_device
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
@@ -70,7 +70,7 @@ def _float32_copy(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Parameter]
     """Return a float32 copy in evaluation mode without wrappers, and its trainable parameters by the model's names."""
     wide: dict[tuple[Any, ...], torch.Tensor] = {}
     memo: dict[int, Any] = {}
-    for tensor in _all_tensors(module):
+    for tensor in module_tensors(module):
         if id(tensor) not in memo:
             place = storage_key(tensor)
             if place not in wide:
@@ -92,14 +92,6 @@ def _float32_copy(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Parameter]
         if parameter.is_floating_point()
     }
     return runs.eval(), parameters
-
-
-def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers and tensors that are plain attributes of modules."""
-    yield from module.parameters()
-    yield from module.buffers()
-    for part in module.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from polyamp.porting.files import safetensors_file as safetensors
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_torch.porting.inventory import unwrap_module
-from polyamp_torch.porting.torch_only.tensor_io import storage_key, to_lazy, write_tensor
+from polyamp_torch.porting.torch_only.numpy_conversion import storage_key, to_lazy, write_tensor
 from polyamp_torch.porting.torch_only.weights_file_layers import read_file_layers
 
 _STATE_DICT_KEYS: Final = (

@@ -11,8 +11,8 @@ from polyamp.errors import PortError
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.rollback import read_ahead, write_all
 from polyamp_torch.porting.inventory import named_tensors, unwrap_module
-from polyamp_torch.porting.torch_only.tensor_io import as_array, numpy_dtype, storage_key, write_tensor
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.porting.torch_only.numpy_conversion import as_array, numpy_dtype, storage_key, write_tensor
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 
 
 def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:

@@ -22,7 +22,7 @@ from polyamp.porting.layouts.layer_registration import qualified_name, registere
 from polyamp_torch.compat import WRAPPER_CLASSES, non_persistent_buffers
 from polyamp_torch.porting.layers import attention, padding_rules, recurrent, stateless_layers, weight_layers
 from polyamp_torch.porting.layers.layer_record import LayerRecord, module_expression
-from polyamp_torch.porting.torch_only.tensor_io import storage_key, to_lazy
+from polyamp_torch.porting.torch_only.numpy_conversion import storage_key, to_lazy
 from polyamp_torch.precision.policy_module import PolicyModule, wrapped_module
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
@@ -51,6 +51,19 @@ def unwrap_module(model: Any) -> nn.Module:
                 "module inside on one process, or within FullyShardedDataParallel.summon_full_params(model)."
             )
     return module
+
+
+def module_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers, and tensors that are plain attributes of modules; some of them twice."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for part in model.modules():
+        yield from tensor_attributes(part).values()
+
+
+def tensor_attributes(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that are plain attributes of a module."""
+    return {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -196,8 +209,8 @@ class _TorchWalk:
         for number, layer in enumerate(self.layers):
             if name is not None and layer.path == path:
                 (form,) = layer.forms
-                told = dataclasses.replace(form, attributes={**form.attributes, "activation": name})
-                self.layers[number] = dataclasses.replace(layer, forms=(told,))
+                changed = dataclasses.replace(form, attributes={**form.attributes, "activation": name})
+                self.layers[number] = dataclasses.replace(layer, forms=(changed,))
 
 
 def _check_module(module: nn.Module, place: str) -> None:
@@ -255,8 +268,8 @@ def _with_padding(found: LayerRecord, module: Any, ahead: nn.Module | None) -> L
     own = padding_rules.convolution_padding(module)
     both = [[a + c, b + d] for (a, b), (c, d) in zip(pads, own, strict=True)]
     padding = padding_rules.canonical_padding(both, module.kernel_size, module.stride, module.dilation)
-    told = dataclasses.replace(form, attributes={**form.attributes, "padding": padding})
-    return dataclasses.replace(found, forms=(told,))
+    changed = dataclasses.replace(form, attributes={**form.attributes, "padding": padding})
+    return dataclasses.replace(found, forms=(changed,))
 
 
 def _with_spatial_rank(layer: NativeLayer, spatial: int) -> NativeLayer:

@@ -1,4 +1,4 @@
-"""Gradient accumulation over micro-batches (S8): float32 sums for 16-bit parameters, the divisor, and stacked aux.
+"""Gradient accumulation (S8): the loop over the micro-batches of a step, and float32 sums for 16-bit parameters.
 
 The weights of the micro-batches are in `loss_weights`.
 """
@@ -11,8 +11,17 @@ from typing import Any
 import torch
 
 from polyamp.errors import BatchError
+from polyamp.results import LossFunction
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.trees import map_tree
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, scaled_backward
+from polyamp_torch.step.loss_weights import weighted_loss_sum
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
+from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
+from polyamp_torch.step.torch_only.parameter_write_broadcast import has_unannounced_writes
+from polyamp_torch.step.update import StepReduction
 
 
 class GradAccumulator:
@@ -46,16 +55,65 @@ class GradAccumulator:
                 p.grad = torch.empty_like(p).copy_(total.div_(by.to(total.device, torch.float32)))
 
 
-def total_scale(scale: torch.Tensor | None, total: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the divisor of the accumulated scaled gradients: the scale times the sum of the weights.
+def accumulate_gradients(
+    loss_fn: LossFunction,
+    state: TorchState,
+    parts: list[Any],
+    snapshot: PassSnapshot,
+    reduction: StepReduction,
+    foreign: ForeignGrads,
+    interrupts: DeferInterrupts,
+) -> tuple[torch.Tensor, Any]:
+    """Run the passes of the micro-batches; return the weighted sum of their losses, and the stacked aux.
 
-    The sum is 1.0 for a single micro-batch; in a compiled step it may be a tensor."""
-    if isinstance(total, float):
-        if total == 1.0:
-            return scale
-        return torch.full((), total, dtype=torch.float64, device=device) if scale is None else scale.double() * total
-    by: torch.Tensor = total if scale is None else scale.double() * total
-    return by
+    The gradients of the scaled losses are then in the parameters' `.grad`."""
+    replicas, count, weighting = state.replicas, state.recipe.accumulate_steps, reduction.weighting
+    parameters = list(state.parameters.values())
+    accumulator = GradAccumulator(parameters) if count > 1 and parameters[0].dtype in HALF_TENSOR_DTYPES else None
+    passes = replicas.passes(parts, count, narrow=accumulator is not None)
+    if len(passes) > 1:
+        weighting.rest = [(one.part, one.counts) for one in passes[1:]]
+    losses: list[torch.Tensor] = []
+    auxes = []
+
+    def start_reduction(loss: torch.Tensor) -> None:
+        """Start the reduction before the last backward pass, so that it precedes that pass's own on every rank."""
+        written = snapshot.parameters.written_so_far(state.bound.written())
+        reduction.start(state, [*losses, loss], announced=has_unannounced_writes(state, written))
+
+    with replicas.engine.window():
+        for number, one in enumerate(passes, 1):
+            own = snapshot if one.counts else PassSnapshot(state, loss_fn)
+            between = start_reduction if replicas.several and number == len(passes) else None
+            with replicas.engine.one_pass(last=one.last):
+                loss, aux = scaled_backward(
+                    loss_fn,
+                    [state],
+                    one.part,
+                    foreign,
+                    interrupts,
+                    weighting,
+                    between,
+                    [own.parameters],
+                    counts=one.counts,
+                )
+            losses.append(loss)
+            if one.counts:
+                auxes.append(aux)
+            else:
+                own.parameters.compare()
+                own.undo()
+            if accumulator is not None:
+                replicas.fit_gradients(state.parameters)
+                densify_gradients(state.parameters.items(), needed=False)
+                accumulator.add()
+        if accumulator is None:
+            replicas.fit_gradients(state.parameters)
+    if len(passes) > 1:  # loss_fn may have changed the model between passes
+        state.check_unchanged()
+    if accumulator is not None:
+        accumulator.write_back(reduction.divide(state, count))
+    return weighted_loss_sum(losses, weighting.factors), stack_aux(auxes, stack=count > 1)
 
 
 def stack_aux(auxes: list[Any], *, stack: bool) -> Any:

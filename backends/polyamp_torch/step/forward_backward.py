@@ -17,11 +17,10 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import XP, dtype_name, to_device
+from polyamp_torch.arrays import XP, detach_leaf, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_tensor_of
 from polyamp_torch.precision.autocast import backward_region, matmul_precision, root_region
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
-from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
 from polyamp_torch.step.grad_stats import cast_scalar_for_bucket
 from polyamp_torch.step.loss_weights import (
@@ -29,6 +28,7 @@ from polyamp_torch.step.loss_weights import (
     make_loss_weighting,
     nonzero_total,
     row_count,
+    total_scale,
     weighted_loss_sum,
 )
 from polyamp_torch.step.parameter_writes import ParameterSnapshot
@@ -36,14 +36,44 @@ from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.complex_parameters import real_views, resolve_conjugates
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acquire_all
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads, GraphSizeCache, autograd_node_count
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
-from polyamp_torch.step.torch_only.state_lock import acquire_all
+from polyamp_torch.step.torch_only.random_state import generator_states, restore_generator_states
 
 NamedGradients = dict[str, torch.Tensor | None]
 _LAYOUT: Final = operator.attrgetter("layout")
 _STRIDED_LAYOUTS: Final = {torch.strided}
+
+
+class PassSnapshot:
+    """Buffers and parameters of a state before one pass, or before all passes of a step.
+
+    Args:
+        state: the state.
+        loss_fn: the loss function of the passes; None for a trial, after which every parameter is restored.
+
+    Attributes:
+        buffers: the buffers.
+        parameters: the parameters.
+    """
+
+    __slots__ = ("buffers", "parameters")
+
+    def __init__(self, state: TorchState, loss_fn: Any = None) -> None:
+        self.buffers = buffers.snapshot(state.buffer_owners)
+        if loss_fn is None:
+            self.parameters = state.writes.before_trial()
+        else:
+            self.parameters = state.writes.before(loss_fn, training=state.model.training)
+
+    def settle(self, finite: torch.Tensor | None) -> None:
+        """Keep the changes if `finite` is true or None; otherwise undo them."""
+        buffers.commit_or_rollback(self.buffers, finite)
+        self.parameters.settle(finite)
+
+    def undo(self) -> None:
+        """Undo the changes."""
+        self.settle(torch.zeros((), dtype=torch.bool))
 
 
 @contextlib.contextmanager
@@ -124,7 +154,7 @@ def _compute_gradients(
     for snapshot in snapshots:
         snapshot.parameters.compare()
     for own, snapshot in reversed(list(zip(running, snapshots, strict=True))):
-        own.update(snapshot.parameters.take_back())
+        own.update(snapshot.parameters.revert())
     total = states[0].replicas.mean(weighting.total, states[0].device)
     scale = total_scale(
         states[0].scale_state.scale if states[0].scaler.scales else None, nonzero_total(total), loss.device
@@ -148,7 +178,7 @@ def _engine_leaves(states: Sequence[TorchState]) -> list[torch.Tensor]:
 
 def _collect_gradients(state: TorchState) -> NamedGradients:
     """Return the gradients by path, copied if the engine reuses their memory."""
-    if state.replicas.engine.keeps_gradients:
+    if state.replicas.engine.reuses_gradient_memory:
         for p in state.parameters.values():
             p.grad = None if p.grad is None else p.grad.clone()
     return {name: p.grad for name, p in state.parameters.items()}
@@ -185,9 +215,9 @@ def scaled_backward(
         read, size = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
         for model in models:
             model.check_overrides_ran()
-        loss = states[0].replicas.whole(read.value) if states[0].replicas.sharded else read.value
+        loss = states[0].replicas.full_loss(read.value) if states[0].replicas.sharded else read.value
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
-        factor = weighting.counted(read, batch, counts=counts)
+        factor = weighting.next_factor(read, batch, counts=counts)
         known = isinstance(factor, float)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if known and factor == 1.0 else scaled * factor
@@ -206,7 +236,7 @@ def scaled_backward(
         if plan.cast:
             for model, own in zip(models, writes, strict=True):
                 own.note(model.commit())
-    return value, map_tree(_detach_leaf, read.aux)
+    return value, map_tree(detach_leaf, read.aux)
 
 
 def _run_forward(
@@ -234,8 +264,9 @@ def _run_forward(
             return _mean_counts(loss_fn, model, states, part)
 
     code = getattr(loss_fn, "__code__", type(loss_fn))
-    trial = _DryRunSnapshot(states) if weighting.begins and code not in state.sums_means else None
-    if weighting.begins and state.sums_means.get(code):
+    sums_means = state.sums_means.get(code) if weighting.is_first_pass else False
+    trial = _DryRunSnapshot(states) if sums_means is None else None
+    if sums_means:
         weighting.count_others(count)
     probes = _probe_parameters(state, foreign.began)
     before = [p.grad for p in probes]
@@ -250,7 +281,8 @@ def _run_forward(
             nodes = autograd_node_count()
             result, found = run()
     size = autograd_node_count() - nodes
-    if any(p.grad is not grad for p, grad in zip(probes, before, strict=True)) or foreign.were_given(loss_fn, size):
+    after = [p.grad for p in probes]
+    if any(map(operator.is_not, after, before)) or foreign.have_new_grads(loss_fn, size):
         raise LossError(
             "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
             "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
@@ -285,15 +317,11 @@ class _DryRunSnapshot:
     def __init__(self, states: Sequence[TorchState]) -> None:
         self._states = states
         self._snapshots = [PassSnapshot(state) for state in states]
-        self._random = torch.get_rng_state()
-        on_device = states[0].device.type == "cuda"
-        self._random_on_device = torch.cuda.get_rng_state(states[0].device) if on_device else None
+        self._random = generator_states(states[0].device)
 
     def restore(self) -> None:
         """Restore the snapshot, in casts too."""
-        torch.set_rng_state(self._random)
-        if self._random_on_device is not None:
-            torch.cuda.set_rng_state(self._random_on_device, self._states[0].device)
+        restore_generator_states(self._random, self._states[0].device)
         for state, snapshot in zip(self._states, self._snapshots, strict=True):
             snapshot.parameters.compare()
             snapshot.undo()
@@ -304,7 +332,7 @@ def _probe_parameters(state: TorchState, began: bool) -> list[torch.Tensor]:
     """Return two parameters whose `.grad` usually shows whether `loss_fn` ran a backward pass itself.
 
     They are the first and the last parameter; if accumulation has begun, of those that have a gradient. For the other
-    cases see `ForeignGrads.were_given`."""
+    cases see `ForeignGrads.have_new_grads`."""
     parameters = state.parameters
     found: list[torch.Tensor] = []
     for names in (iter(parameters), reversed(parameters)):
@@ -332,7 +360,3 @@ def densify_gradients(parameters: Iterable[tuple[str, torch.Tensor]], *, needed:
             "sparse ones. Build the layer with sparse=False, or write the loop yourself with polyamp_torch.GradScaler."
         )
     return values
-
-
-def _detach_leaf(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -206,7 +206,7 @@ def _split_pieces(bucket: list[torch.Tensor]) -> _NormPieces:
     found = _NormPieces([], [])
     for begin, end, picked in _piece_getters(tuple(map(_ELEMENT_COUNT, bucket))):
         if picked is not None:
-            found.whole.append(_flatten_tensors(picked(bucket)))
+            found.whole.append(flatten_dense_tensors(picked(bucket)))  # a small memory, which is reused
             continue
         for tensor in bucket[begin:end]:
             size = tensor.numel()
@@ -248,12 +248,6 @@ def _item_getter(indices: list[int]) -> Callable[[list[torch.Tensor]], Any]:
     if last - first == len(indices) - 1:
         return operator.itemgetter(slice(first, last + 1))
     return operator.itemgetter(*indices)
-
-
-def _flatten_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors of one piece; piece by piece, so that the memory is small and reused."""
-    flat: torch.Tensor = flatten_dense_tensors(tensors)
-    return flat
 
 
 def _is_quotient_finite(found: list[list[torch.Tensor]], scale: torch.Tensor, home: torch.device) -> torch.Tensor:

@@ -70,7 +70,7 @@ class LossWeighting(ABC):
         return self.omits and all(isinstance(factor, float) and factor == 0.0 for factor in self.factors)
 
     @property
-    def begins(self) -> bool:
+    def is_first_pass(self) -> bool:
         """Whether the next pass is the first of several."""
         return self.among_others and not self.factors
 
@@ -96,7 +96,7 @@ class LossWeighting(ABC):
         """
 
     @abstractmethod
-    def counted(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
+    def next_factor(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
         """Return the factor for the scaled loss of the next pass.
 
         Args:
@@ -144,7 +144,7 @@ class SingleBatchWeighting(LossWeighting):
         self.sums_means = bool(loss.terms)
         return loss
 
-    def counted(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
+    def next_factor(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
         factor = 1.0
         if loss.weight is not None:
             self._weight = _weight_number(loss.weight, self._device)
@@ -211,7 +211,7 @@ class MicroBatchWeighting(LossWeighting):
             result, found, XP, weight=own, rows=rows, totals=self._totals, selects=True
         )
 
-    def counted(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
+    def next_factor(self, loss: LossOutput, part: Any, *, counts: bool = True) -> ScalarOrTensor:
         number = len(self.factors)
         self._own.append(loss.weight is not None)
         loss_weights.check_consistent_weights(self._own)
@@ -308,3 +308,15 @@ def nonzero_total(total: ScalarOrTensor) -> ScalarOrTensor:
     if isinstance(total, float):
         return total or 1.0
     return torch.where(total > 0.0, total, torch.ones_like(total))
+
+
+def total_scale(scale: torch.Tensor | None, total: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the divisor of the accumulated scaled gradients: the scale times the sum of the weights.
+
+    The sum is 1.0 for a single micro-batch; in a compiled step it may be a tensor."""
+    if isinstance(total, float):
+        if total == 1.0:
+            return scale
+        return torch.full((), total, dtype=torch.float64, device=device) if scale is None else scale.double() * total
+    by: torch.Tensor = total if scale is None else scale.double() * total
+    return by

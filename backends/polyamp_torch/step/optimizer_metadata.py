@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from polyamp.recipe.optimizers import is_spec
-from polyamp_torch.arrays import from_numpy
 from polyamp_torch.step.torch_only.optimizer_state import NUMBER_TYPES
+from polyamp_torch.step.torch_only.random_state import list_random_state_problems
 from polyamp_torch.step.torch_only.state_arrays import optimizer_names
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -52,14 +52,7 @@ def list_load_problems(state: Any, arrays: Arrays) -> list[str]:
             found.append(f"{name} is of no parameter that is trained")
         if name.startswith("optimizer/") and ("#" in slot) and not _is_encoded_number(array):
             found.append(f"{name} is not a number with its type, float64[2]")
-    devices = [("rng/cpu", "cpu"), ("rng/cuda", state.device)]
-    for name, device in devices:
-        if name in arrays:
-            try:
-                torch.Generator(device).set_state(from_numpy(arrays[name]))
-            except (RuntimeError, TypeError) as error:
-                found.append(f"{name} is no state of torch's random numbers ({error})")
-    return found
+    return found + list_random_state_problems(arrays, state.device)
 
 
 def _is_encoded_number(array: np.ndarray[Any, Any]) -> bool:

@@ -10,12 +10,12 @@ without their state yet, and for parameters that the fused kernels do not suppor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.rules.group_members import GroupHyperparameters, GroupMembers
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import has_found_inf_support, local_tensor_of
@@ -24,7 +24,6 @@ from polyamp_torch.step.torch_only.learning_rates import GroupLearningRates
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels, make_step_counts
 from polyamp_torch.step.torch_only.spec_formulas import (
     FormulaOptimizer,
-    has_formula,
     initialize_parameter,
     native_class,
     run_formula,
@@ -32,6 +31,9 @@ from polyamp_torch.step.torch_only.spec_formulas import (
 )
 
 ParameterList = list[torch.nn.Parameter]
+_FORMULA_SPECS: Final = tuple(
+    spec for spec in SPECS if not any(native.is_fused for native in spec.native.get("torch", ()))
+)
 
 
 def build_optimizer(groups: GroupMembers, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -144,6 +146,11 @@ def _initialize_slots(
             initialize_parameter(optimizer, member.spec, p, p.device if fused or has_formula(spec) else "cpu", count)
 
 
+def has_formula(spec: Any) -> bool:
+    """Return whether a spec uses polyamp's formula, because torch's kernels for it accept no flag."""
+    return isinstance(spec, _FORMULA_SPECS)
+
+
 def separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
     """Give every step count separate memory, as a compiler requires for tensors that it writes to."""
     for slots in optimizer.state.values():
@@ -159,11 +166,8 @@ def has_float64_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's kernels divide the gradients by `grad_scale`: fused ones, in float32."""
-    return _is_fused(optimizer) and all(
-        group["params"][0].dtype in (torch.float32, torch.complex64)
-        for group in optimizer.param_groups
-        if group["params"]
-    )
+    dtypes = {group["params"][0].dtype for group in optimizer.param_groups if group["params"]}
+    return dtypes <= {torch.float32, torch.complex64} and _is_fused(optimizer)
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -280,13 +284,13 @@ def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Gro
     """
     if not is_spec(spec):
         return
+    uses_formula, decouples = has_formula(spec), spec.decouples_decay
     for number, group in enumerate(optimizer.param_groups):
-        if has_formula(spec):
+        if uses_formula:
             current_spec(group_spec(groups, number), group)
-        decoupled = group.get("decoupled_weight_decay", spec.decouples_decay)
         for name, differs in (
             ("amsgrad", group.get("amsgrad")),
-            ("decoupled_weight_decay", decoupled != spec.decouples_decay),
+            ("decoupled_weight_decay", group.get("decoupled_weight_decay", decouples) != decouples),
         ):
             if differs and name not in spec.hyperparameters:
                 raise UnsupportedError(

@@ -30,11 +30,11 @@ class ParameterWriteTracker:
     Attributes:
         names: the paths.
         known: paths that earlier passes wrote to.
-        looked: the loss functions whose first pass was checked, in training and in evaluation mode.
+        checked: the loss functions whose first pass was checked, in training and in evaluation mode.
         agreed: paths whose values rank 0 broadcasts in every step, the same on all ranks.
     """
 
-    __slots__ = ("_whole", "agreed", "known", "looked", "named", "names")
+    __slots__ = ("_whole", "agreed", "checked", "known", "named", "names")
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.named = named
@@ -42,7 +42,7 @@ class ParameterWriteTracker:
         whole = list(named.values())
         self._whole = whole if all(local_tensor_of(p) is p for p in whole) else None
         self.known: set[str] = set()
-        self.looked: set[Any] = set()
+        self.checked: set[Any] = set()
         self.agreed: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,11 +56,11 @@ class ParameterWriteTracker:
     def before(self, loss_fn: Any, *, training: bool) -> ParameterSnapshot:
         """Return a snapshot before one pass, or before all passes of a step."""
         key = (getattr(loss_fn, "__code__", type(loss_fn)), training)
-        return ParameterSnapshot(self, looks_first=key if key not in self.looked else None)
+        return ParameterSnapshot(self, first_key=key if key not in self.checked else None)
 
     def before_trial(self) -> ParameterSnapshot:
         """Return a snapshot of all parameters before a pass that is undone."""
-        return ParameterSnapshot(self, looks_first=object())
+        return ParameterSnapshot(self, first_key=object())
 
 
 class ParameterSnapshot:
@@ -68,24 +68,24 @@ class ParameterSnapshot:
 
     Args:
         writes: the state's record, to which new writes are added.
-        looks_first: the loss function, if all values are copied and compared; None if it was checked before.
+        first_key: the loss function, if all values are copied and compared; None if it was checked before.
     """
 
-    __slots__ = ("_late", "_looks", "_names", "_saved", "_tensors", "_versions", "_writes")
+    __slots__ = ("_first_key", "_late", "_names", "_saved", "_tensors", "_versions", "_writes")
 
-    def __init__(self, writes: ParameterWriteTracker, *, looks_first: Any) -> None:
+    def __init__(self, writes: ParameterWriteTracker, *, first_key: Any) -> None:
         known = writes.known
         self._names = writes.names
         self._tensors = writes.tensors
         self._writes = writes
-        self._looks = looks_first
+        self._first_key = first_key
         self._late: list[str] = []
         self._saved: dict[str, torch.Tensor] = {}
-        kept: Sequence[str] = [*known] if looks_first is None else self._names
+        kept: Sequence[str] = [*known] if first_key is None else self._names
         if kept:
             held = dict(zip(self._names, self._tensors, strict=True))
             self._saved = {name: _snapshot_copy(held[name], spare=name not in known) for name in kept}
-        self._versions = _tensor_versions(self._tensors)
+        self._versions = list(map(tensor_version, self._tensors))
 
     def note(self, changed: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Record the parameters that mode "cast" has written to, each with its previous value."""
@@ -96,7 +96,7 @@ class ParameterSnapshot:
                 self._writes.known.add(self._names[place])
 
     @torch.no_grad()
-    def so_far(self, masters: Sequence[torch.Tensor]) -> set[str]:
+    def written_so_far(self, masters: Sequence[torch.Tensor]) -> set[str]:
         """Return the paths known to be written to, between a forward pass and its backward pass, before `compare`.
 
         Paths that earlier passes wrote to are included.
@@ -105,13 +105,13 @@ class ParameterSnapshot:
             masters: parameters to whose casts the pass wrote.
         """
         of_casts = {id(local_tensor_of(p)) for p in masters}
-        found, now = set(self._writes.known), _tensor_versions(self._tensors)
-        if now == self._versions and self._looks is None and not of_casts:
+        found, now = set(self._writes.known), list(map(tensor_version, self._tensors))
+        if now == self._versions and self._first_key is None and not of_casts:
             return found
         for name, p, before, after in zip(self._names, self._tensors, self._versions, now, strict=True):
             if after != before or id(p) in of_casts:
                 found.add(name)
-            elif self._looks is not None:
+            elif self._first_key is not None:
                 old = self._saved[name]
                 if not torch.equal(old, p.to(old.device)):
                     found.add(name)
@@ -119,8 +119,8 @@ class ParameterSnapshot:
 
     def compare(self) -> None:
         """Detect the writes after the passes, and release the other copies."""
-        now = _tensor_versions(self._tensors)
-        if now != self._versions or self._looks is not None:
+        now = list(map(tensor_version, self._tensors))
+        if now != self._versions or self._first_key is not None:
             self._compare(now)
 
     @torch.no_grad()
@@ -133,9 +133,9 @@ class ParameterSnapshot:
             elif old is not None and (after != before or not torch.equal(old, p.to(old.device))):
                 found[name] = old
         self._writes.known.update(found, self._late)
-        if self._looks is not None:
-            self._writes.looked.add(self._looks)
-        self._saved, self._looks = found, None
+        if self._first_key is not None:
+            self._writes.checked.add(self._first_key)
+        self._saved, self._first_key = found, None
 
     @property
     def found(self) -> list[str]:
@@ -157,12 +157,12 @@ class ParameterSnapshot:
         if finite is None:
             return
         if self._saved:
-            self._put_back(finite)
+            self._restore(finite)
         if self._late and not bool(finite):
             raise UnsupportedError(_late_write_message(self._late[0]))
 
     @torch.no_grad()
-    def _put_back(self, finite: torch.Tensor) -> None:
+    def _restore(self, finite: torch.Tensor) -> None:
         for name, p in zip(self._names, self._tensors, strict=True):
             old = self._saved.get(name)
             if old is not None and not can_read_without_sync(p.device):
@@ -171,7 +171,7 @@ class ParameterSnapshot:
                 p.copy_(old)
 
     @torch.no_grad()
-    def take_back(self) -> dict[str, torch.Tensor]:
+    def revert(self) -> dict[str, torch.Tensor]:
         """Undo the writes, and return the written values by `WRITE_PREFIX` and path.
 
         Raises:
@@ -234,8 +234,8 @@ class GradientWrites:
                 p.copy_(old)
 
 
-def _tensor_versions(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(tensor_version, tensors))
+ParameterWrites = ParameterSnapshot | GradientWrites
+"""Parameter writes of one rank's passes, not yet undone."""
 
 
 def _snapshot_copy(p: torch.Tensor, *, spare: bool) -> torch.Tensor:

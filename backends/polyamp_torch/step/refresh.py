@@ -19,7 +19,7 @@ from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.replicas import check_replicas
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 
 
 def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchState:
@@ -53,7 +53,7 @@ def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchStat
         new.optimizer_settings = {"groups": {index: old.get(index, options) for index, options in made.items()}}
         state.retire()
         if not native:
-            new.hold(state.optimizer)
+            new.adopt_optimizer(state.optimizer)
         return new
 
 
@@ -98,9 +98,9 @@ def _carry_spec_optimizer(state: TorchState, new: TorchState, survivors: dict[st
             group["params"] = [p for p in group["params"] if moved.get(id(p)) not in own]
         made.param_groups.append({"params": taken, **_merge_group_options(divided, made.param_groups[0])})
     if len(old.param_groups) > len(members):
-        new.groups_moved()
+        new.accept_moved_groups()
     if new.rates is not None and state.rates is not None:
-        new.rates.go_on(state.rates)
+        new.rates.carry_rates(state.rates)
 
 
 def _merge_group_options(group: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:

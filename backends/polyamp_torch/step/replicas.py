@@ -52,13 +52,13 @@ class LocalStepScalars(NamedTuple):
         loss: the weighted sum of its losses, or None.
         total: the sum of the weights.
         divided: the divisor already applied to the gradients.
-        news: whether this process has unannounced parameter writes.
+        announced: whether this process announces parameter writes.
     """
 
     loss: torch.Tensor | None = None
     total: ScalarOrTensor = 1.0
     divided: float = 1.0
-    news: bool = False
+    announced: bool = False
 
 
 class TorchReplicas:
@@ -94,14 +94,6 @@ class TorchReplicas:
             from polyamp_torch.distributed.sharded_tensors import replication_factor
 
             self._parts = {id(p): 1.0 / replication_factor(p, engine.group) for p in named.values()}
-
-    def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this process's local part of each tensor."""
-        if not self.sharded:
-            return tensors
-        from polyamp_torch.distributed.sharded_tensors import local_tensors
-
-        return local_tensors(tensors)
 
     def unit(self, most: Callable[[], ScalarOrTensor]) -> ScalarOrTensor:
         """Return the unit of the weights, which keeps the scaled loss about as large as without weights.
@@ -141,15 +133,17 @@ class TorchReplicas:
         found: torch.Tensor = all_reduce_sum([total], self.group, device)[0] / self.group.size()
         return found.item() if can_read_without_sync(device) else found
 
-    def begin(self, loss: torch.Tensor, total: ScalarOrTensor, *, news: bool = False) -> AsyncStepScalars | None:
+    def start_reduction(
+        self, loss: torch.Tensor, total: ScalarOrTensor, *, announced: bool = False
+    ) -> AsyncStepScalars | None:
         """Start the reduction of the loss before the last backward pass, if gradients need no further reduction.
 
         It also announces parameter writes."""
-        if not self.several or not self.engine.same:
+        if not self.several or not self.engine.has_equal_gradients:
             return None
         from polyamp_torch.distributed.all_reduce import AsyncStepScalars
 
-        return AsyncStepScalars(loss, total, self.group, self._mark(0), news=news)
+        return AsyncStepScalars(loss, total, self.group, self._mark(0), announced=announced)
 
     def _mark(self, gradients: int) -> int:
         return 0 if self.guard is None else int(self.guard.mark(self.number, gradients))
@@ -158,13 +152,13 @@ class TorchReplicas:
         if can_read_without_sync(marks.device) and marks.item() != mark * self.group.size():
             self.guard.refuse(self.number, gradients)
 
-    def agreed(
+    def reduce_step_scalars(
         self,
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         scale: torch.Tensor | None,
         own: LocalStepScalars,
-        begun: AsyncStepScalars | None = None,
+        started: AsyncStepScalars | None = None,
         **how: Any,
     ) -> StepScalars:
         """Return norm, flag and mean loss over all processes, from one small all-reduce.
@@ -174,8 +168,8 @@ class TorchReplicas:
             grads: the local parts of these gradients, in the same order.
             scale: the scale of the gradients, without the loss weights, or None.
             own: this process's scalars.
-            begun: the result of `begin`. If given, gradients are the same in all processes, and each computes norm and
-                flag locally.
+            started: the result of `start_reduction`. If given, gradients are the same in all processes, and each
+                computes norm and flag locally.
             **how: options of `global_norm_and_finite`.
 
         Raises:
@@ -184,12 +178,12 @@ class TorchReplicas:
         """
         from polyamp_torch.distributed.all_reduce import StepScalars, all_reduce_step_scalars
 
-        if begun is not None:
-            loss, total, marks, news = begun.arrived()
+        if started is not None:
+            loss, total, marks, announcements = started.wait()
             scale = _replica_scale(scale, total, own.divided)
             norm, finite = global_norm_and_finite(grads, scale, **how)
-            self._check_marks(marks, begun.mark, len(grads))
-            return StepScalars(norm, finite, loss, total, marks, news, scale)
+            self._check_marks(marks, started.mark, len(grads))
+            return StepScalars(norm, finite, loss, total, marks, announcements, scale)
         device = grads[0].device
         classes: dict[float, list[torch.Tensor]] = {}
         for p, grad in zip(parameters, grads, strict=True):
@@ -206,7 +200,7 @@ class TorchReplicas:
         squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
         mark = self._mark(len(grads))
-        found = all_reduce_step_scalars(squares, finite, own.loss, own.total, self.group, mark, news=own.news)
+        found = all_reduce_step_scalars(squares, finite, own.loss, own.total, self.group, mark, announced=own.announced)
         self._check_marks(found.marks, mark, len(grads))
         by = _replica_scale(None, found.total, own.divided)
         if by is None:
@@ -227,12 +221,12 @@ class TorchReplicas:
                 reduced.
         """
         end = len(parts) - 1
-        alike = self.several and (self.engine.alike or narrow)
+        alike = self.several and (self.engine.needs_equal_passes or narrow)
         more = count - len(parts) if alike else 0
         found = [MicroBatchPass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
         return found + [MicroBatchPass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
 
-    def whole(self, loss: torch.Tensor) -> torch.Tensor:
+    def full_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a loss as a local tensor; under `loss_parallel` it is a sharded tensor."""
         sharded: Any = loss
         whole: torch.Tensor = loss if local_tensor_of(loss) is loss else sharded.full_tensor()

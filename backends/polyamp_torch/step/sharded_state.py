@@ -19,6 +19,7 @@ from polyamp.train.checkpoint_processes import SingleProcess
 from polyamp_torch.arrays import DTYPES, as_tensor, dtype_name, is_sharded, to_numpy
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import state_arrays
+from polyamp_torch.step.torch_only.random_state import new_random_state_array, random_state_arrays
 
 Array = np.ndarray[Any, Any]
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class TorchShardedState:
             SingleProcess() if self._group is None else _checkpoint_processes(state.replicas)
         )
         self.replica = (state.replicas.rank, state.replicas.count)
-        self.own = state_arrays.random_state_arrays(state)
+        self.own = random_state_arrays(state.device)
         self._tensors: dict[str, Any] = state_arrays.state_arrays_by_name(state, take=torch.Tensor.detach)
 
     @property
@@ -79,8 +80,7 @@ class TorchShardedState:
         return {name: self._restored_value(name, target) for name, target in targets.items()}
 
     def new_stream(self, name: str, seed: int) -> Array:
-        device = "cpu" if name == "rng/cpu" else self._state.device
-        return to_numpy(torch.Generator(device).manual_seed(seed).get_state())
+        return new_random_state_array(name, seed, self._state.device)
 
     def _empty_tensor(self, name: str, form: ArrayForm) -> torch.Tensor:
         """Return memory for an array to be read, sharded as in the state.

@@ -33,10 +33,10 @@ from polyamp_torch.step import optimizer_metadata, optimizers
 from polyamp_torch.step.parameter_writes import ParameterWriteTracker
 from polyamp_torch.step.replicas import find_replicas
 from polyamp_torch.step.torch_only import buffers, complex_parameters, state_arrays
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, StateLock
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels
-from polyamp_torch.step.torch_only.state_lock import StateLock
+from polyamp_torch.step.torch_only.random_state import random_state_arrays
 
 Array = np.ndarray[Any, Any]
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
@@ -179,10 +179,10 @@ class TorchState(StateDisplayMixin):
         self.replicas.engine.prepare()
         # compared as objects, not by id: a new object may have the id of a freed one
         if not all(map(operator.is_, _slot_values(self._places), self._members)):
-            self._look_again()
+            self._refresh_records()
         held = _grouped_parameters(self.optimizer)
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
-            self._look_at_groups(held)
+            self._check_groups(held)
         parameters = self.parameters.values()  # compared lazily: new lists would be work for the garbage collector
         layouts: Iterator[bool] = map(_CONTIGUOUS, parameters)
         if not self._contiguous:
@@ -225,7 +225,7 @@ class TorchState(StateDisplayMixin):
                     "polyamp.refresh(state)."
                 )
 
-    def _look_at_groups(self, held: list[Any]) -> None:
+    def _check_groups(self, held: list[Any]) -> None:
         """Check changed groups: only the order, or the group of a parameter, may differ."""
         if not self.groups.is_uniform:
             raise ModelError(
@@ -238,9 +238,9 @@ class TorchState(StateDisplayMixin):
                 "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
                 "trainable parameters. Go on with state = polyamp.refresh(state)."
             )
-        self.groups_moved()  # drops the kernels, whose lists have the old order; `optimizer.step()` follows the groups
+        self.accept_moved_groups()
 
-    def _look_again(self) -> None:
+    def _refresh_records(self) -> None:
         """Update the records after modules were moved, which is allowed as long as the parameters are the same."""
         self.check_alive()
         if self.replicas.engine.name is not None:
@@ -276,7 +276,7 @@ class TorchState(StateDisplayMixin):
         pairs = zip(self.parameters.items(), self._shapes, strict=True)
         return {name: (id(p), tuple(shape)) for (name, p), shape in pairs}
 
-    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer of a spec by this object, which takes over its groups and arrays."""
         made = self.optimizer
         optimizer.defaults, optimizer.param_groups, optimizer.state = made.defaults, made.param_groups, made.state
@@ -284,7 +284,7 @@ class TorchState(StateDisplayMixin):
         if self.kernels is not None:
             self.kernels = self._kernels()
         if self.rates is not None:
-            self.rates.serve(optimizer)
+            self.rates.use_optimizer(optimizer)
 
     def _kernels(self) -> FusedKernels | None:
         parameters: list[Any] = list(self.parameters.values())
@@ -296,11 +296,16 @@ class TorchState(StateDisplayMixin):
 
     def plain(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors as kernels need them: local shards, and complex tensors as real ones."""
-        local = self.replicas.local(tensors)
-        return complex_parameters.real_views(local) if self.complex_parameters else local
+        if self.replicas.sharded:
+            from polyamp_torch.distributed.sharded_tensors import local_tensors
 
-    def groups_moved(self) -> None:
-        """Accept groups that contain the same parameters in another order or division."""
+            tensors = local_tensors(tensors)
+        return complex_parameters.real_views(tensors) if self.complex_parameters else tensors
+
+    def accept_moved_groups(self) -> None:
+        """Accept groups that contain the same parameters in another order or division.
+
+        The kernels, whose lists have the old order, are dropped: `optimizer.step()` follows the groups."""
         self._held = _grouped_parameters(self.optimizer)
         self.kernels = None
 
@@ -311,7 +316,7 @@ class TorchState(StateDisplayMixin):
         """
         with DeferInterrupts(), self.lock:
             self.check_alive()
-            return {**state_arrays.state_arrays_by_name(self), **state_arrays.random_state_arrays(self)}
+            return {**state_arrays.state_arrays_by_name(self), **random_state_arrays(self.device)}
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Restore exported arrays in place; no step runs at the same time."""

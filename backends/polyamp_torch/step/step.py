@@ -18,62 +18,46 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES, to_device
+from polyamp_torch.arrays import to_device
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
-from polyamp_torch.step.accumulation import GradAccumulator, stack_aux
-from polyamp_torch.step.forward_backward import densify_gradients, scaled_backward, stash_grads
+from polyamp_torch.step.accumulation import accumulate_gradients
+from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, stash_grads
 from polyamp_torch.step.grad_stats import can_read_without_sync
-from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting, weighted_loss_sum
-from polyamp_torch.step.replicas import MicroBatchPass, guard_states
+from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting
+from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
-from polyamp_torch.step.torch_only.rank_zero_writes import has_unannounced_writes
 from polyamp_torch.step.update import StepReduction, UpdateGradients, skipped_step_result, update_states
 
 
 def train_step(
-    loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any, weight: WeightFunction | None = None
-) -> StepResult:
+    loss_fn: LossFunction, recipe: Recipe, weight: WeightFunction | None, state: TorchState, batch: Any
+) -> tuple[TorchState, StepResult]:
     """Run one step on one state, over `accumulate_steps` micro-batches (S8)."""
     with guard_states([state]):
         parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
         with DeferInterrupts() as interrupts, state.lock, shield():
             weighting = make_loss_weighting(weight, parts, window, state.replicas, state.device)
             state.check_unchanged()
-            return _train_micro_batches(loss_fn, state, parts, weighting, interrupts)
+            return state, _train_micro_batches(loss_fn, state, parts, weighting, interrupts)
 
 
 def _train_micro_batches(
     loss_fn: LossFunction, state: TorchState, parts: list[Any], weighting: LossWeighting, interrupts: DeferInterrupts
 ) -> StepResult:
-    engine, count = state.replicas.engine, state.recipe.accumulate_steps
+    engine, slots = state.replicas.engine, state.buffer_owners.slots
     parameters = list(state.parameters.values())
-    accumulator = GradAccumulator(parameters) if count > 1 and parameters[0].dtype in HALF_TENSOR_DTYPES else None
-    passes = state.replicas.passes(parts, count, narrow=accumulator is not None)
-    if len(passes) > 1:
-        weighting.rest = [(one.part, one.counts) for one in passes[1:]]
     snapshot = PassSnapshot(state, loss_fn)
-    slots = state.buffer_owners.slots
     versions = engine.buffer_versions(slots)
     reduction = StepReduction(weighting)
     with stash_grads(parameters, used_up=True), ForeignGrads(parameters, state.graphs, engine.leaves) as foreign:
         try:
-            with engine.window():
-                losses, auxes = _run_passes(
-                    loss_fn, state, passes, snapshot, reduction, accumulator, foreign, interrupts
-                )
-            if len(passes) > 1:  # loss_fn may have changed the model between passes
-                state.check_unchanged()
-            reduction.loss = weighted_loss_sum(losses, weighting.factors)
-            aux = stack_aux(auxes, stack=count > 1)
+            reduction.loss, aux = accumulate_gradients(loss_fn, state, parts, snapshot, reduction, foreign, interrupts)
             if weighting.is_empty:  # no backward pass ran
                 snapshot.parameters.compare()
                 snapshot.undo()
                 return skipped_step_result(state, reduction.loss, aux, weighting.weight(0.0))
-            if accumulator is not None:
-                accumulator.write_back(reduction.divide(state, count))
             values = densify_gradients(state.parameters.items())
             snapshot.parameters.compare()
         except BaseException:
@@ -89,54 +73,3 @@ def _train_micro_batches(
         ready = UpdateGradients(values, scale, settle, reduction=reduction, written=snapshot.parameters)
         (result,) = update_states([state], [ready], "all")
     return result._replace(loss=reduction.loss, aux=aux)
-
-
-def _run_passes(
-    loss_fn: LossFunction,
-    state: TorchState,
-    passes: list[MicroBatchPass],
-    snapshot: PassSnapshot,
-    reduction: StepReduction,
-    accumulator: GradAccumulator | None,
-    foreign: ForeignGrads,
-    interrupts: DeferInterrupts,
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Run all passes; return the losses, and the aux of the passes that count.
-
-    The gradients are then in the parameters or in `accumulator`."""
-    losses: list[torch.Tensor] = []
-    auxes = []
-
-    def start_reduction(loss: torch.Tensor) -> None:
-        """Start the reduction before the last backward pass, so that it precedes that pass's own on every rank."""
-        written = snapshot.parameters.so_far(state.bound.written())
-        reduction.start(state, [*losses, loss], announced=has_unannounced_writes(state, written))
-
-    for number, one in enumerate(passes, 1):
-        own = snapshot if one.counts else PassSnapshot(state, loss_fn)
-        between = start_reduction if state.replicas.several and number == len(passes) else None
-        with state.replicas.engine.one_pass(last=one.last):
-            loss, aux = scaled_backward(
-                loss_fn,
-                [state],
-                one.part,
-                foreign,
-                interrupts,
-                reduction.weighting,
-                between,
-                [own.parameters],
-                counts=one.counts,
-            )
-        losses.append(loss)
-        if one.counts:
-            auxes.append(aux)
-        else:
-            own.parameters.compare()
-            own.undo()
-        if accumulator is not None:
-            state.replicas.fit_gradients(state.parameters)
-            densify_gradients(state.parameters.items(), needed=False)
-            accumulator.add()
-    if accumulator is None:
-        state.replicas.fit_gradients(state.parameters)
-    return losses, auxes

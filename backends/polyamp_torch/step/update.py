@@ -24,7 +24,6 @@ from polyamp_torch.arrays import XP
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step import optimizers
-from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.forward_backward import NamedGradients, stash_grads
 from polyamp_torch.step.grad_stats import (
     can_read_without_sync,
@@ -33,14 +32,13 @@ from polyamp_torch.step.grad_stats import (
     unscale_and_clip_divisor,
     unscale_then_clip_,
 )
-from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, weighted_loss_sum
-from polyamp_torch.step.parameter_writes import GradientWrites
+from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, total_scale, weighted_loss_sum
+from polyamp_torch.step.parameter_writes import GradientWrites, ParameterWrites
 from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.torch_only.rank_zero_writes import RankWrites, broadcast_writes, has_unannounced_writes
-from polyamp_torch.step.torch_only.state_lock import acquire_all
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acquire_all
+from polyamp_torch.step.torch_only.parameter_write_broadcast import broadcast_writes, has_unannounced_writes
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.all_reduce import AsyncStepScalars
@@ -74,7 +72,7 @@ class StepReduction:
         """Start the reduction before the last backward pass, if gradients need no further one."""
         loss = weighted_loss_sum(losses, self.weighting.factors)
         self.announced = announced
-        self.started = state.replicas.begin(loss, self.weighting.total, news=announced)
+        self.started = state.replicas.start_reduction(loss, self.weighting.total, announced=announced)
 
     def divide(self, state: TorchState, count: int) -> torch.Tensor:
         """Return the divisor for the float32 sums of 16-bit gradients, which are rounded once.
@@ -84,7 +82,7 @@ class StepReduction:
         self._divided = float(count) if state.replicas.several else nonzero_total(self.weighting.total)
         return torch.as_tensor(self._divided, dtype=torch.float64, device=state.device)
 
-    def alone(self, scale: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    def finish_alone(self, scale: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Finish the reduction for a single process; return the remaining scale of the gradients."""
         total = self.weighting.total
         divisor = nonzero_total(total)
@@ -93,7 +91,7 @@ class StepReduction:
         self.weight = self.weighting.weight(total)
         return total_scale(scale, divisor / self._divided, device)
 
-    def local(self) -> LocalStepScalars:
+    def local_scalars(self) -> LocalStepScalars:
         """Return this process's scalars for the all-reduce."""
         return LocalStepScalars(self.loss, self.weighting.total, self._divided, self.announced)
 
@@ -118,7 +116,7 @@ class UpdateGradients(NamedTuple):
     places: list[torch.Tensor] | None = None
     reduction: StepReduction | None = None
     weight: torch.Tensor | None = None
-    written: RankWrites | None = None
+    written: ParameterWrites | None = None
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
@@ -171,7 +169,9 @@ def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients]
     results = []
     for state, item, found in zip(states, grads, measured, strict=True):
         decision = _decide(state, found.stats, flags, skip)
-        _commit_update(state, item, found, decision)
+        _update(state, item, found, decision.finite)
+        item.settle(decision.finite)
+        state.scale_state, state.step = decision.scale_state, decision.step
         results.append(decision.result(found.stats))
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
     return results
@@ -213,7 +213,7 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
         weight = grads.weight if reduction is None else reduction.weight
     else:
         if reduction is not None:
-            scale = reduction.alone(scale, state.device)
+            scale = reduction.finish_alone(scale, state.device)
         weight = grads.weight if reduction is None else reduction.weight
         values = state.plain(grads.values)
         least = state.scaler.min_scale if weight is None else 0.0
@@ -246,19 +246,11 @@ def _decide(state: TorchState, stats: GradStats, flags: Sequence[torch.Tensor], 
     )
 
 
-def _commit_update(
-    state: TorchState, grads: UpdateGradients, measured: _MeasuredGradients, decision: UpdateDecision
-) -> None:
-    """Apply or drop the update, buffers and parameter writes included; set scale and step."""
-    _update(state, grads._replace(scale=measured.scale), measured.norm, measured.by, decision.finite)
-    grads.settle(decision.finite)
-    state.scale_state, state.step = decision.scale_state, decision.step
-
-
 def _update(
-    state: TorchState, grads: UpdateGradients, norm: torch.Tensor, by: torch.Tensor | None, finite: torch.Tensor | None
+    state: TorchState, grads: UpdateGradients, measured: _MeasuredGradients, finite: torch.Tensor | None
 ) -> None:
     """Unscale, clip and step; on the CPU do nothing if the flag is false."""
+    by = measured.by
     if can_read_without_sync(state.device):
         if finite is not None and not bool(finite):
             return
@@ -272,7 +264,7 @@ def _update(
             p.grad = value
     values = state.plain(values)
     if by is not None:
-        by = _divide_unless_fused(state, values, grads.scale, norm, by)
+        by = _divide_unless_fused(state, values, measured.scale, measured.norm, by)
     shards = state.shards
     with (
         NULL_CONTEXT
@@ -312,15 +304,15 @@ def _all_reduce_grad_stats(
         announced = reduction.announced
     else:
         announced = grads.written is not None and has_unannounced_writes(state, grads.written.found)
-    own = LocalStepScalars() if reduction is None else reduction.local()
-    own = own._replace(news=announced)
-    found = replicas.agreed(parameters, values, grads.scale, own, started, alike=state.one_device)
+    own = LocalStepScalars() if reduction is None else reduction.local_scalars()
+    own = own._replace(announced=announced)
+    found = replicas.reduce_step_scalars(parameters, values, grads.scale, own, started, alike=state.one_device)
     if reduction is not None:
         reduction.loss = found.loss
         reduction.weight = reduction.weighting.weight(found.total * replicas.count)
     if grads.written is not None:
         try:
-            broadcast_writes(state, grads.written, announced=announced, of_all=found.news, finite=found.finite)
+            broadcast_writes(state, grads.written, found.announcements, announced=announced, finite=found.finite)
         except UnsupportedError:
             with contextlib.suppress(UnsupportedError):  # a missing old value: the original error explains it
                 grads.settle(torch.zeros((), dtype=torch.bool))

@@ -13,10 +13,11 @@ import torch
 
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.compat import call_after_backward, gathered_fsdp2_parameters, tensor_version
-from polyamp_torch.own_loop.gradients import optimizer_parameters, reachable_parameters
+from polyamp_torch.own_loop.gradients import optimizer_parameters
 from polyamp_torch.own_loop.skip_report import ParameterNames, SkipEvidence
 from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
-from polyamp_torch.own_loop.torch_only.sharding import local_gradient
+from polyamp_torch.own_loop.torch_only.sharded_gradients import local_gradient
+from polyamp_torch.step.torch_only.foreign_grads import graph_leaves
 
 
 class OptimizerRecord:
@@ -136,7 +137,7 @@ class LoopRecord:
     def record_reachable(self, scaled: torch.Tensor) -> None:
         """Record the parameters that a scaled loss depends on, in the first iteration."""
         if self.reachable is not None:
-            behind = list(reachable_parameters(scaled))
+            behind = [leaf for leaf in graph_leaves(scaled) if isinstance(leaf, torch.nn.Parameter)]
             sharded = {
                 id(each.whole): each.sharded for each in gathered_fsdp2_parameters()
             }  # the optimizer owns the shards

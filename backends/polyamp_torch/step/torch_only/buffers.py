@@ -112,7 +112,7 @@ class SavedBuffer(NamedTuple):
         if self.buffer is not None and self.memory is not None and self.is_reshaped():
             self.buffer.data = self.memory
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the buffer, its slot and its value."""
         self.owner.slots[self.name] = self.buffer
         self.reshape()
@@ -150,7 +150,7 @@ class BufferSnapshot(dict[str, SavedBuffer]):
         """Return whether buffers were added, deleted or registered again."""
         return self.owners.names != self._names
 
-    def put_names_back(self) -> None:
+    def restore_names(self) -> None:
         """Restore the original set of buffers in its order."""
         every, left_out = ([*names, *[()] * (len(self.owners) - len(names))] for names in self._names)
         for owner, names, unsaved in zip(self.owners, every, left_out, strict=True):
@@ -206,7 +206,7 @@ def commit_or_rollback(saved: BufferSnapshot, finite: torch.Tensor | None) -> No
     if saved:
         _commit_or_rollback(saved, finite)
     if finite is not None and saved.has_other_names() and not bool(finite):
-        saved.put_names_back()
+        saved.restore_names()
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def _commit_or_rollback(saved: BufferSnapshot, finite: torch.Tensor | None) -> N
                 buffer.copy_(now)
             item.owner.slots[item.name] = buffer
         elif (replaced or not same) and finite is not None and not bool(finite):
-            item.put_back()
+            item.restore()
 
 
 @torch.no_grad()
@@ -245,9 +245,9 @@ def restore_buffers(saved: BufferSnapshot) -> BufferChanges:
     running.update((owner.place(name), owner.slots[name]) for owner, name in added)
     unsaved = [(owner, name) for owner, name in added if name in owner.unsaved]
     for item in saved.values():  # only now: a buffer may be in several slots
-        item.put_back()
+        item.restore()
     if other:
-        saved.put_names_back()
+        saved.restore_names()
     for owner, name in unsaved:  # without effect until `commit_buffers` adds the buffer
         owner.unsaved.add(name)
     return running

@@ -24,23 +24,23 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.rules.update_decision import GradStats, decide
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP, detach_leaf
 from polyamp_torch.compat import assume_constant_result, module_buffers, module_parameters, tree_flatten, tree_unflatten
 from polyamp_torch.precision.autocast import matmul_precision, root_region
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
 from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.compiled_attention import AttentionCastMode
 from polyamp_torch.step import optimizers
-from polyamp_torch.step.accumulation import stack_aux, total_scale
+from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.error_hints import compile_error
 from polyamp_torch.step.grad_stats import global_norm_and_finite, unscale_and_clip_divisor
-from polyamp_torch.step.loss_weights import weighted_loss_sum
+from polyamp_torch.step.loss_weights import total_scale, weighted_loss_sum
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
 from polyamp_torch.step.torch_only.complex_parameters import real_view, real_views
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_retrace, run_trial
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 from polyamp_torch.step.torch_only.spec_formulas import slot_name
 
 NamedTensors = dict[str, torch.Tensor]
@@ -138,7 +138,7 @@ class CompiledGraph:
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
         running = buffers.writable_buffers(state.buffer_owners) | self._more_running
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
-        loss, auxes, norm, scale_state, step, skipped, weight = self._called(
+        loss, auxes, norm, scale_state, step, skipped, weight = self._call(
             state,
             batches,
             interrupts,
@@ -155,10 +155,10 @@ class CompiledGraph:
         )
         state.scale_state, state.step = LossScaleState(*scale_state), step
         torch.clear_autocast_cache()
-        aux = map_tree(_detach_leaf, stack_aux(auxes, stack=self._recipe.accumulate_steps > 1))
+        aux = map_tree(detach_leaf, stack_aux(auxes, stack=self._recipe.accumulate_steps > 1))
         return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight)
 
-    def _called(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
+    def _call(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
         """Call the compiled function; return its results, or raise its error as one of polyamp's."""
         with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
             self._watch.given = (state, batches[0])
@@ -203,7 +203,7 @@ class CompiledGraph:
         """Run the whole step; this function is compiled. `shares` is None for micro-batches of equal rows."""
         check_retrace(self._watch)
         recipe, scaler = self._recipe, self._scaler
-        loss, auxes, total, now, whole, weight = self._summed(
+        loss, auxes, total, now, whole, weight = self._sum_gradients(
             parameters, fixed, running, scale_state.scale, batches, shares
         )
         current = real_views(now.get(name, p) for name, p in parameters.items())
@@ -225,7 +225,7 @@ class CompiledGraph:
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         return loss, auxes, stats.norm, tuple(decision.scale_state), decision.step, decision.skipped, weight
 
-    def _summed(
+    def _sum_gradients(
         self,
         parameters: NamedTensors,
         fixed: NamedTensors,
@@ -414,10 +414,6 @@ def _changed_buffer(master: torch.Tensor, before: torch.Tensor, after: torch.Ten
 
 def _to_float32(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.dtype in HALF_TENSOR_DTYPES else value
-
-
-def _detach_leaf(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 @assume_constant_result

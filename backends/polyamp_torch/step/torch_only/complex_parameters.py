@@ -84,10 +84,10 @@ class RealViews(optimizer_shards.OptimizerShards):
     def _changed(self, optimizer: torch.optim.Optimizer) -> bool:
         return super()._changed(optimizer) or _data_pointers(optimizer) != self._pointers
 
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update_lists(self, optimizer: torch.optim.Optimizer) -> None:
         self._views = {id(tensor): real_view(tensor.detach()) for tensor in _complex_tensors(optimizer)}
         self._pointers = _data_pointers(optimizer)
-        super()._look(optimizer)
+        super()._update_lists(optimizer)
 
 
 def _complex_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from polyamp.errors import PolyampError, UnsupportedError
@@ -16,14 +12,14 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp_torch.compat import assume_constant_result, tree_leaves
 from polyamp_torch.precision.autocast import root_region
 from polyamp_torch.precision.torch_only.compiled_attention import AttentionCastMode
-from polyamp_torch.step.forward_backward import scaled_backward, stash_grads
+from polyamp_torch.step.forward_backward import PassSnapshot, scaled_backward, stash_grads
 from polyamp_torch.step.loss_weights import make_loss_weighting
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
-from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
-from polyamp_torch.step.torch_only.python_state import PythonState, describe_item, restore_item
+from polyamp_torch.step.torch_only.python_state_snapshot import PythonState, describe_item, restore_item
+from polyamp_torch.step.torch_only.random_state import preserve_random_states
 
 
 class TrialResult(NamedTuple):
@@ -59,7 +55,7 @@ def run_trial(loss_fn: LossFunction, state: TorchState, part: Any) -> TrialResul
     try:
         parameters = list(state.parameters.values())
         with (
-            _preserve_random_state(state.device),
+            preserve_random_states(state.model, state.device),
             DeferInterrupts() as interrupts,
             stash_grads(parameters),
             ForeignGrads(parameters, state.graphs) as foreign,
@@ -116,18 +112,6 @@ def _restore_changing_state(
     return found
 
 
-@contextlib.contextmanager
-def _preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Context manager that restores the random states on exit, including Python's and NumPy's."""
-    own, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002  # the global stream that programs use
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(own)
-        np.random.set_state(numbers)  # noqa: NPY002  # the same stream
-
-
 class RetraceMonitor:
     """Monitor that repeats the trial when a graph is retraced, because a branch may have changed.
 
@@ -150,14 +134,14 @@ class RetraceMonitor:
         self.interrupts: DeferInterrupts | None = None
         self.refusal: PolyampError | None = None
 
-    def look(self) -> None:
+    def check_trace(self) -> None:
         """Check a new trace; called once per trace.
 
         Raises:
             UnsupportedError: the graph would train other parameters than the eager step.
         """
         if self.interrupts is not None:
-            self.interrupts.deliver()
+            self.interrupts.allowed.__enter__()
         if self._is_first or self.given is None:
             self._is_first = False
             return
@@ -188,4 +172,4 @@ class RetraceMonitor:
 @assume_constant_result
 def check_retrace(watch: RetraceMonitor) -> None:
     """Check for a retrace. The compiled function calls it, but it runs only while that function is traced."""
-    watch.look()
+    watch.check_trace()

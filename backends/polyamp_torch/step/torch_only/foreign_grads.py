@@ -93,7 +93,7 @@ class ForeignGrads:
         for leaf, grad in self._held.values():
             leaf.grad = grad
 
-    def were_given(self, loss_fn: Any, size: int) -> bool:
+    def have_new_grads(self, loss_fn: Any, size: int) -> bool:
         """Return whether trained parameters got a `.grad` before the first backward pass of the context.
 
         They had none when the context began. Checked once for every graph size."""

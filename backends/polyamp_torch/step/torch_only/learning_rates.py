@@ -93,12 +93,12 @@ class GroupLearningRates:
             self._rates[schedule] = schedule(applied, XP) if here is None else float(schedule(here))
         self.write()
 
-    def go_on(self, before: GroupLearningRates) -> None:
+    def carry_rates(self, before: GroupLearningRates) -> None:
         """Take over the current rates of another optimizer, with this one's multiples."""
         self._rates = {schedule: before._rates.get(schedule, rate) for schedule, rate in self._rates.items()}
         self.write()
 
-    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Use another optimizer with the same groups from now on."""
         self._optimizer = optimizer
 

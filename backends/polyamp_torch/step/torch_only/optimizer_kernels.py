@@ -34,6 +34,7 @@ class FusedKernels:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
+        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
         self._parts: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
         self._parameters = [p for part in self._parts for p in part]
         place = {id(p): number for number, p in enumerate(parameters)}
@@ -63,52 +64,35 @@ class FusedKernels:
             return False
         if not all(map(operator.is_, self._contents(), self._gathered_from)):
             self._gather()
-        sgd = isinstance(optimizer, torch.optim.SGD)
-        if not all(map(self._sgd_fits if sgd else self._adam_fits, groups, self._lists)):
+        if not all(map(self._has_slots, groups, self._lists)):
             return False
         with torch.no_grad():
-            if not sgd:
+            if not self._is_sgd:
                 self._count(1.0)
             for number, (group, lists, part) in enumerate(zip(groups, self._lists, self._parts, strict=True)):
                 own = grads if len(groups) == 1 else [grads[place] for place in self._places[number]]
-                options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
-                (self._sgd if sgd else self._adam)(
-                    group, part, own, lists, {**options, "grad_scale": by, "found_inf": found_inf}
-                )
-            if not sgd and found_inf is not None:
+                kernel, slots, options = self._kernel(group, lists)
+                options |= {name: group[name] for name in ("lr", "weight_decay", "maximize")}
+                kernel(part, own, *slots, **options, grad_scale=by, found_inf=found_inf)
+            if not self._is_sgd and found_inf is not None:
                 self._count(found_inf)
         return True
 
-    def _sgd_fits(self, group: dict[str, Any], lists: KernelLists) -> bool:
-        return bool(group["momentum"]) == bool(lists.get("momentum_buffer"))
-
-    def _adam_fits(self, group: dict[str, Any], lists: KernelLists) -> bool:
+    def _has_slots(self, group: dict[str, Any], lists: KernelLists) -> bool:
+        """Return whether the state arrays that the kernel needs with these options exist."""
+        if self._is_sgd:
+            return bool(group["momentum"]) == bool(lists.get("momentum_buffer"))
         return {"exp_avg", "exp_avg_sq", "step"} <= lists.keys() and isinstance(group["betas"][0], float | int)
 
-    def _sgd(
-        self,
-        group: dict[str, Any],
-        part: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        lists: KernelLists,
-        options: dict[str, Any],
-    ) -> None:
-        rest = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-        fused_sgd_(part, grads, lists.get("momentum_buffer", []), is_first_step=False, **options, **rest)
-
-    def _adam(
-        self,
-        group: dict[str, Any],
-        part: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        lists: KernelLists,
-        options: dict[str, Any],
-    ) -> None:
+    def _kernel(self, group: dict[str, Any], lists: KernelLists) -> tuple[Any, tuple[list[Any], ...], dict[str, Any]]:
+        """Return a group's kernel, its lists of state arrays, and its own options."""
+        if self._is_sgd:
+            rest = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+            return fused_sgd_, (lists.get("momentum_buffer", []),), {"is_first_step": False, **rest}
         beta1, beta2 = group["betas"]
         kernel = fused_adamw_ if isinstance(self._optimizer, torch.optim.AdamW) else fused_adam_
-        moments: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], [])
-        betas = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        kernel(part, grads, *moments, lists["step"], amsgrad=False, **betas, **options)
+        slots: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], [], lists["step"])
+        return kernel, slots, {"amsgrad": False, "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
 
     def _count(self, found_inf: float | torch.Tensor) -> None:
         """Add a number to every step count; if `found_inf` is a tensor, subtract it to undo a skipped update."""

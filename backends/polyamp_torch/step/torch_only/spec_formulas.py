@@ -5,28 +5,41 @@ The formulas run where torch has no kernel that accepts the finite flag, and sel
 
 from __future__ import annotations
 
+import functools
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 
-from polyamp.array_namespace import PYTHON
+from polyamp.array_namespace import PYTHON, array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizer_spec import NativeOptimizer, Spec
 from polyamp.recipe.optimizers import SPECS
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
-from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_
+from polyamp_torch.compat import (
+    foreach_add,
+    foreach_add_,
+    foreach_copy_,
+    foreach_cos,
+    foreach_div,
+    foreach_expm1,
+    foreach_floor,
+    foreach_maximum,
+    foreach_minimum,
+    foreach_mul,
+    foreach_neg,
+    foreach_pow,
+    foreach_sign,
+    foreach_sqrt,
+    foreach_sub,
+)
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype, can_read_without_sync
-from polyamp_torch.step.torch_only.multi_tensor import TENSOR_LIST_XP, TensorList
 
 _TORCH_SLOT_NAMES: Final = {
     own: name for spec in SPECS for native in spec.native.get("torch", ()) for name, own in native.slots.items()
 }
 """Slot name in polyamp's formulas -> torch's name, if they differ."""
-_FORMULA_SPECS: Final = tuple(
-    spec for spec in SPECS if not any(native.is_fused for native in spec.native.get("torch", ()))
-)
 _MAX_ELEMENTS_AT_ONCE: Final = 2**25
 """Maximum number of elements per call of a formula; bounds the memory of its intermediate results."""
 
@@ -50,11 +63,6 @@ def keeps_counts(spec: Spec) -> bool:
 def slot_name(slot: str) -> str:
     """Return torch's name of a formula's slot."""
     return _TORCH_SLOT_NAMES.get(slot, slot)
-
-
-def has_formula(spec: Any) -> bool:
-    """Return whether a spec uses polyamp's formula, because torch's kernels for it accept no flag."""
-    return isinstance(spec, _FORMULA_SPECS)
 
 
 def initialize_parameter(
@@ -101,6 +109,85 @@ class FormulaOptimizer(torch.optim.Optimizer):
                     initialize_parameter(self, spec, p, p.device)
             run_formula(self, group, spec, group["lr"], 0, None)
         return None
+
+
+Operand = Any
+"""`TensorList`, a number, or a 0-dim tensor on the device of the lists."""
+
+
+class TensorList:
+    """List of tensors of one device and dtype with the operations of the formulas; each operation makes new tensors.
+
+    >>> import torch
+    >>> pair = TensorList([torch.ones(2), torch.ones(3)])
+    >>> (1.0 - pair * 0.25).tensors[1]
+    tensor([0.7500, 0.7500, 0.7500])
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __add__(self, other: Operand) -> TensorList:
+        if isinstance(other, torch.Tensor):  # without alpha torch reads the tensor on the host
+            return TensorList(list(foreach_add(self.tensors, other, alpha=1.0)))
+        return _apply_foreach(foreach_add, self, other)
+
+    def __sub__(self, other: Operand) -> TensorList:
+        if isinstance(other, torch.Tensor):
+            return self.__add__(torch.neg(other))
+        return _apply_foreach(foreach_sub, self, other)
+
+    def __mul__(self, other: Operand) -> TensorList:
+        return _apply_foreach(foreach_mul, self, other)
+
+    def __truediv__(self, other: Operand) -> TensorList:
+        return _apply_foreach(foreach_div, self, other)
+
+    def __rtruediv__(self, other: Operand) -> TensorList:
+        return TensorList([other / tensor for tensor in self.tensors])
+
+    def __neg__(self) -> TensorList:
+        return TensorList(list(foreach_neg(self.tensors)))
+
+    def __rsub__(self, other: Operand) -> TensorList:
+        return self.__neg__().__add__(other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def _apply_foreach(kernel: Callable[..., Any], many: TensorList, *others: Operand) -> TensorList:
+    operands = (other.tensors if isinstance(other, TensorList) else other for other in others)
+    return TensorList(list(kernel(many.tensors, *operands)))
+
+
+def _where(condition: Any, x: TensorList, y: TensorList) -> TensorList:
+    return TensorList([torch.where(condition, one, other) for one, other in zip(x.tensors, y.tensors, strict=True)])
+
+
+def _asarray(value: Any, like: TensorList) -> TensorList:
+    return TensorList([torch.full_like(tensor, value) for tensor in like.tensors])
+
+
+_KERNELS: Final = {
+    "minimum": foreach_minimum,
+    "maximum": foreach_maximum,
+    "sqrt": foreach_sqrt,
+    "sign": foreach_sign,
+    "cos": foreach_cos,
+    "floor": foreach_floor,
+    "power": foreach_pow,
+    "expm1": foreach_expm1,
+}
+TENSOR_LIST_XP: Final = array_namespace(
+    torch,
+    _asarray,
+    where=_where,
+    **{name: functools.partial(_apply_foreach, kernel) for name, kernel in _KERNELS.items()},
+)
+"""The array namespace of tensor lists."""
 
 
 def run_formula(

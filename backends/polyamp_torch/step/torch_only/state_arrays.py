@@ -6,20 +6,16 @@ The states are `TorchState`s, annotated as `Any` because `state` imports this mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 
 from polyamp.recipe.scaler import LossScaleState
-from polyamp_torch.arrays import as_tensor, fill_tensor, from_numpy, to_numpy
+from polyamp_torch.arrays import as_tensor, fill_tensor, to_numpy
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.torch_only import optimizer_state
-
-Array = np.ndarray[Any, Any]
-RANDOM_STATE_NAMES: Final = ("rng/cpu", "rng/cuda")
-"""Names of the random states, which differ between processes."""
+from polyamp_torch.step.torch_only.random_state import restore_generator_states
 
 
 def state_parameters(state: Any) -> dict[str, torch.Tensor]:
@@ -71,14 +67,6 @@ def state_arrays_by_name(state: Any, take: Callable[[torch.Tensor], Any] = to_nu
     return {**arrays, "step": take(state.step)}
 
 
-def random_state_arrays(state: Any) -> dict[str, Array]:
-    """Return torch's random-number states, so that dropout resumes exactly."""
-    arrays = {"rng/cpu": to_numpy(torch.get_rng_state())}
-    if state.device.type == "cuda":
-        arrays["rng/cuda"] = to_numpy(torch.cuda.get_rng_state(state.device))
-    return arrays
-
-
 def write_state_arrays(state: Any, arrays: Mapping[str, Any]) -> None:
     """Restore arrays in place.
 
@@ -100,6 +88,4 @@ def write_state_arrays(state: Any, arrays: Mapping[str, Any]) -> None:
     fields = (as_tensor(arrays[f"loss_scale/{name}"]).to(state.device) for name in LossScaleState._fields)
     state.scale_state = LossScaleState(*fields)
     state.step = as_tensor(arrays["step"]).to(state.device)
-    torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
-    if "rng/cuda" in arrays:
-        torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), state.device)
+    restore_generator_states(arrays, state.device)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import polyamp
 from polyamp.errors import UnsupportedError
-from polyamp_torch.step.torch_only import rank_zero_writes
+from polyamp_torch.step.torch_only import parameter_write_broadcast
 from tests import ranks
 from tests.backends.torch.distributed.training import ENGINES, ROWS, collectives, mlp
 
@@ -323,7 +323,7 @@ def test_s09_a_write_in_the_backward_pass_is_refused() -> None:
 def unread(rank: int, world: int) -> tuple[Any, str]:
     """As on an accelerator, where a step does not wait for what the others say: the weights after first writes on all
     ranks, in the first step and later, and what one on rank 1 alone ends in."""
-    rank_zero_writes.can_read_without_sync = lambda device: False  # type: ignore[attr-defined]
+    parameter_write_broadcast.can_read_without_sync = lambda device: False  # type: ignore[attr-defined]
     model = Chosen()
     state = polyamp.init(ENGINES["ddp"](model, world), recipe_of("float32", 0.0, 1))
     step: Any = polyamp.train_step(chosen_loss, state.recipe)

@@ -22,7 +22,7 @@ import polyamp
 import polyamp_torch
 from polyamp.errors import BackendNotInstalledError, GradientError, PolicyError, UnsupportedError
 from polyamp_torch.accelerate import Accelerator
-from polyamp_torch.integrations import accelerate_sharded
+from polyamp_torch.integrations.accelerate import configure_sharding
 
 INF = float("inf")
 SCALER = polyamp.LossScaler(init_scale=16.0, growth_interval=4, on_stuck="ignore")
@@ -322,7 +322,7 @@ def test_what_accelerate_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnsupportedError, match="never called as a module"):
         made.prepare(attention)(*[torch.ones(2, 1, 4)] * 3)
     with pytest.raises(UnsupportedError, match=r"under DistributedDataParallel or with FSDP2\. Received: .*DEEPSPEED"):
-        accelerate_sharded.configure_sharding(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED), None)
+        configure_sharding(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED), None)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(PolicyError, match="Launch with --mixed_precision=fp16"):
         ours()

@@ -12,7 +12,7 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import BackendNotInstalledError, UnsupportedError
-from polyamp_torch.integrations.loop_scaler import LoopScaler, LoopSettings, require_extra
+from polyamp_torch.integrations.loop_adapter import LoopScaler, LoopSettings, require_extra
 
 INF = float("inf")
 GROWING = polyamp.LossScaler(init_scale=16.0, growth_interval=1)

@@ -16,7 +16,7 @@ from polyamp.errors import PortError
 from polyamp.porting import Lazy, rollback
 from polyamp_torch.porting import fill as fill_room
 from polyamp_torch.porting.converter import CONVERTER
-from polyamp_torch.porting.torch_only import tensor_io
+from polyamp_torch.porting.torch_only import numpy_conversion
 
 fill = CONVERTER.fill
 
@@ -168,7 +168,7 @@ def test_tensors_of_any_stride_and_of_inference_mode() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
 def test_an_array_of_any_strides_is_written(dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "another":  # the way that accelerators take
-        monkeypatch.setattr(tensor_io, "copy_into", None)
+        monkeypatch.setattr(numpy_conversion, "copy_into", None)
         monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
     known = np.dtype(getattr(ml_dtypes, dtype, dtype))
     base = np.array([[0, 1, 2], [3, 4, 5]]).astype(known)
@@ -178,7 +178,7 @@ def test_an_array_of_any_strides_is_written(dtype: str, device: str, monkeypatch
     for array in [base, base.T, fixed, base[::-1], base[:, ::-1].T, base[:, ::2], base[0, 0], base[:0], unaligned]:
         tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
         version = tensor._version
-        tensor_io.write_tensor(tensor, np.asarray(array))
+        numpy_conversion.write_tensor(tensor, np.asarray(array))
         assert tensor.double().tolist() == array.astype(np.float64).tolist()
         assert tensor._version == version + 1
 
@@ -190,7 +190,7 @@ def test_a_large_matrix_is_transposed(dtype: str) -> None:
     base.flags.writeable = False
     for array in (base.T, base[:, ::2].T, base.T[::-1]):
         tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
-        tensor_io.write_tensor(tensor, array)
+        numpy_conversion.write_tensor(tensor, array)
         assert np.array_equal(tensor.double().numpy(), array.astype(np.float64))
         assert tensor._version == 1
     assert base[1, 2] == known.type(402 % 7)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import polyamp
 from polyamp.errors import CheckpointError, UnsupportedError
-from polyamp_torch.integrations.loop_scaler import LoopScaler
+from polyamp_torch.integrations.loop_adapter import LoopScaler
 from polyamp_torch.step.torch_only import buffers
 
 BATCH = torch.ones(2, 4)

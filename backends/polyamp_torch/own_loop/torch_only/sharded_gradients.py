@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.compat import flattened_mesh_group, is_flattened_by_fsdp1
+from polyamp_torch.compat import group_of_meshes, is_flattened_by_fsdp1
 from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 
@@ -133,17 +133,13 @@ class RankAgreement:
 
 def _group_of_meshes(meshes: list[Any]) -> Any:
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    if len(ranks) == 1:
-        return None
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    for mesh in meshes:
-        if mesh.size() == len(ranks):
-            return mesh.get_group() if mesh.ndim == 1 else flattened_mesh_group(mesh)
-    raise UnsupportedError(
-        f"the optimizer's parameters are spread over {len(ranks)} ranks, and none of their meshes holds all of these. "
-        "Say which decide together: GradScaler(..., process_group=...)."
-    )
+    group = None if len(ranks) == 1 else group_of_meshes(meshes)
+    if group is None and len(ranks) > 1:
+        raise UnsupportedError(
+            f"the optimizer's parameters are spread over {len(ranks)} ranks, and none of their meshes holds all of "
+            "these. Say which decide together: GradScaler(..., process_group=...)."
+        )
+    return group
 
 
 def refuse_sharded(optimizer: Any, error: NotImplementedError) -> None:

@@ -1,4 +1,4 @@
-"""Context managers that restore RNG states and non-buffer attributes of modules on exit.
+"""Snapshot of the attributes of a model's modules, other than parameters and buffers, restored after a pass.
 
 `value_and_grad` itself restores buffers and gradients.
 """
@@ -6,36 +6,17 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
 from polyamp_torch.compat import tensor_version
-from polyamp_torch.observe.torch_only.tensor_copies import attributes_of
-from polyamp_torch.porting.inventory import wrapper_attribute
+from polyamp_torch.porting.inventory import tensor_attributes, wrapper_attribute
 
 _MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 """Attributes of every module. Its parameters, buffers and hooks are preserved elsewhere."""
-
-
-@contextlib.contextmanager
-def preserve_random_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager that restores the RNG states of torch, NumPy and Python, and of modules' generators, on exit."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the stream that a program may use
-    own = [each for part in model.modules() for each in vars(part).values() if isinstance(each, torch.Generator)]
-    states = [each.get_state() for each in own]
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002  # the same stream
-        for each, state in zip(own, states, strict=True):
-            each.set_state(state)
 
 
 @contextlib.contextmanager
@@ -61,7 +42,7 @@ class _AttributeSnapshot:
         self.inside = [(value, value.copy()) for value in self.values.values() if type(value) in (list, dict, set)]
         self.tensors = [
             (value, _version(value), value.detach().clone())
-            for value in attributes_of(part).values()
+            for value in tensor_attributes(part).values()
             if value.is_leaf and not value.is_sparse
         ]
 

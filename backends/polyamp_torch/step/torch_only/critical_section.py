@@ -1,8 +1,12 @@
-"""Deferral of SIGINT (Ctrl-C) in a step: delivered only while user code or the backward pass runs.
+"""A step as a critical section: deferral of SIGINT (Ctrl-C), and the lock of a state.
 
-So an interrupted step has either changed nothing yet, or is complete: no update is half applied, and stashed values are
-restored. This concerns the main thread, the only one that signals reach. Other exceptions are handled by `finally`
-clauses.
+`DeferInterrupts` delivers SIGINT only while user code or the backward pass runs. So an interrupted step has either
+changed nothing yet, or is complete: no update is half applied, and stashed values are restored. This concerns the main
+thread, the only one that signals reach. Other exceptions are handled by `finally` clauses.
+
+`StateLock` serialises steps and checkpoint exports of one state (S22). A step changes running statistics in its forward
+pass and weights at its end. So it holds the lock from beginning to end, and a checkpoint that another thread writes
+contains complete steps only.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 _SIGNAL_MODULE: Final[Any] = importlib.import_module("_signal")
@@ -62,13 +68,6 @@ class DeferInterrupts:
         if self._came:
             _SIGNAL_MODULE.raise_signal(_SIGINT)
 
-    def deliver(self) -> None:
-        """Deliver interrupts at once from here on, including a deferred one."""
-        self._open = True
-        if self._came:
-            self._came = False
-            _SIGNAL_MODULE.raise_signal(_SIGINT)
-
     def _note(self, number: int, frame: Any) -> None:
         """Handle SIGINT. The handler stays installed in both contexts, because setting it is expensive."""
         if not self._open:
@@ -89,7 +88,57 @@ class AllowInterrupts:
         self._deferred = deferred
 
     def __enter__(self) -> None:
-        self._deferred.deliver()
+        """Deliver interrupts at once from here on, including a deferred one."""
+        deferred = self._deferred
+        deferred._open = True
+        if deferred._came:
+            deferred._came = False
+            _SIGNAL_MODULE.raise_signal(_SIGINT)
 
     def __exit__(self, *error: object) -> None:
         self._deferred._open = False
+
+
+class StateLock:
+    """Fair re-entrant lock: a waiting thread acquires it before the thread that released it last.
+
+    Copies and pickles are new locks.
+
+    Example:
+        >>> turn = StateLock()
+        >>> with turn, turn:
+        ...     pass
+    """
+
+    __slots__ = ("_depth", "_lock", "_next", "_owner")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        if self._owner != thread:
+            with self._next:  # held by the first waiting thread; the last owner queues up here
+                self._lock.acquire()
+            self._owner = thread
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()
+
+    def __reduce__(self) -> tuple[type[StateLock], tuple[()]]:
+        return StateLock, ()
+
+
+def acquire_all(turns: Sequence[StateLock]) -> ExitStack:
+    """Acquire several locks in a fixed order, so that two threads never deadlock."""
+    stack = ExitStack()
+    for turn in sorted(turns, key=id):
+        stack.enter_context(turn)
+    return stack

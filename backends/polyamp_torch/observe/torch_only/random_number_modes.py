@@ -1,4 +1,4 @@
-"""`SharedRandomMode`: a mode that replaces a program's random numbers by given ones.
+"""Modes that intercept dropout: their base class, and `SharedRandomMode`, which supplies all random numbers.
 
 Each mask, or array of random numbers, is one draw, in the order of the program's calls. Dropout keeps elements whose
 draw is >= its rate; `bernoulli(p)` is 1 where it is >= 1 - p. Other distributions use the draw's quantiles.
@@ -6,31 +6,62 @@ draw is >= its rate; `bernoulli(p)` is 1 where it is >= 1 - p. Other distributio
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from polyamp.errors import UnsupportedError
 from polyamp.parity.trace.observer import UniformSource
-from polyamp_torch.compat import CHECKPOINT_HOOK_PREFIX, TorchAutocast, is_in_backward, top_saved_tensor_hooks
-from polyamp_torch.observe.torch_only.dropout_mode import (
-    CHANNEL_DROPOUT_FUNCTIONS,
-    DROPOUT_FUNCTIONS,
-    RECURRENT_FUNCTIONS,
-    DropoutMode,
-    Function,
+from polyamp_torch.compat import (
+    CHECKPOINT_HOOK_PREFIX,
+    NULL_CONTEXT,
+    TorchAutocast,
+    is_in_backward,
+    open_modes,
+    top_saved_tensor_hooks,
 )
-from polyamp_torch.precision.op_list import BACKWARD_FUNCTIONS
+from polyamp_torch.precision.op_list import BACKWARD_FUNCTIONS, copy_without_dispatch
+from polyamp_torch.precision.torch_only import activation_checkpointing
 
 Array = np.ndarray[Any, Any]
+Function = Callable[..., Any]
+
+DROPOUT_FUNCTIONS: Final = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+"""The functions of `torch`, each with an in-place form, that implement all of torch's dropout."""
+CHANNEL_DROPOUT_FUNCTIONS: Final = ("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
+"""The functions that drop whole channels."""
+RECURRENT_FUNCTIONS: Final = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _ALPHA_PRIME: Final = 1.7580993408473766
 """Negative of the value that alpha dropout inserts: SELU's limit at minus infinity."""
 _MIN_DRAW: Final = 2.0**-24
 """Minimum distance of draws from 0 and 1 for distributions with infinite quantiles."""
+
+
+class DropoutMode(TorchFunctionMode):
+    """Base `TorchFunctionMode` that stays active in the recomputation of checkpoints, and inside a backward pass."""
+
+    def carry_into_recomputation(self) -> None:
+        """Keep the mode active when a checkpoint recomputes the current code."""
+        if not torch.compiler.is_compiling():
+            activation_checkpointing.carry_into_checkpoint(("dropout", id(self)), self._reenter, everywhere=True)
+
+    def _reenter(self) -> contextlib.AbstractContextManager[Any]:
+        return NULL_CONTEXT if any(mode is self for mode in open_modes()) else self
+
+    def call_in_mode(self, func: Function, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run one of torch's Python functions so that the mode sees its inner calls."""
+        if not all(kind in (torch.Tensor, nn.Parameter) for kind in types):  # other subclasses may override
+            return func(*args, **kwargs)
+        body = copy_without_dispatch(func)
+        with self:
+            return body(*args, **kwargs)
 
 
 class SharedRandomMode(DropoutMode):

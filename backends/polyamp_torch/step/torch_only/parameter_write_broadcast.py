@@ -8,25 +8,14 @@ by one number of the step's all-reduce. If the passes of a model write to no par
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import local_tensor_of
 from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.step.parameter_writes import ParameterWrites
 from polyamp_torch.step.state import TorchState
-
-
-class RankWrites(Protocol):
-    """Parameter writes of one rank's passes, not yet undone."""
-
-    @property
-    def found(self) -> list[str]:
-        """The paths of the parameters written to."""
-
-    def keep(self, names: Collection[str]) -> None:
-        """Save the values of further parameters, which another rank may overwrite, in case the step is skipped."""
 
 
 def has_unannounced_writes(state: TorchState, names: Collection[str]) -> bool:
@@ -42,15 +31,15 @@ def has_unannounced_writes(state: TorchState, names: Collection[str]) -> bool:
 
 
 def broadcast_writes(
-    state: TorchState, written: RankWrites, *, announced: bool, of_all: torch.Tensor, finite: torch.Tensor
+    state: TorchState, written: ParameterWrites, announcements: torch.Tensor, *, announced: bool, finite: torch.Tensor
 ) -> None:
     """Broadcast rank 0's values of the parameters that passes write to.
 
     Args:
         state: a state after the reduction of its gradients and before its update.
         written: the writes of this rank.
+        announcements: the number of ranks that announced writes, on their device.
         announced: the result of `has_unannounced_writes` before the reduction.
-        of_all: the number of ranks that announced writes.
         finite: the flag of the gradients, the same on all ranks.
 
     Raises:
@@ -59,15 +48,15 @@ def broadcast_writes(
     replicas, agreed = state.replicas, state.writes.agreed
     if replicas.data is None:
         return
-    reads = can_read_without_sync(of_all.device)
+    reads = can_read_without_sync(announcements.device)
     if reads and state.scaler.checks and not bool(finite):
         return  # every rank undoes its own writes
-    size, told = replicas.group.size(), round(of_all.item()) if reads or announced else 0
+    size, writers = replicas.group.size(), round(announcements.item()) if reads or announced else 0
     refusal = None
-    if told == size or (told and reads):
-        agreed.update(_names_on_any_rank(state, written.found, of_all.device))
-    elif told:
-        refusal = _partial_write_message(state, written.found, told, size)
+    if writers == size or (writers and reads):
+        agreed.update(_names_on_any_rank(state, written.found, announcements.device))
+    elif writers:
+        refusal = _partial_write_message(state, written.found, writers, size)
     elif has_unannounced_writes(state, written.found):
         refusal = _backward_write_message(state, written.found)
     if agreed:

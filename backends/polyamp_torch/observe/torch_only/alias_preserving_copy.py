@@ -12,6 +12,7 @@ from torch import nn
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import backward_hooks, post_accumulate_grad_hooks
+from polyamp_torch.porting.inventory import module_tensors
 
 
 class _Span(NamedTuple):
@@ -35,7 +36,7 @@ def copy_tensors(model: nn.Module, *, wide: bool) -> dict[int, Any]:
     """
     memo: dict[int, Any] = {}
     spans: dict[Any, list[_Span]] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors_of(model)}.values():
+    for tensor in {id(tensor): tensor for tensor in module_tensors(model)}.values():
         if _is_plain(tensor):
             begin = int(tensor.storage_offset())
             place = (tensor.device, tensor.untyped_storage().data_ptr() or id(tensor), tensor.dtype)
@@ -50,23 +51,10 @@ def copy_tensors(model: nn.Module, *, wide: bool) -> dict[int, Any]:
     for groups in together.values():
         for group in groups:
             _copy_group(group, memo, wide=wide)
-    for tensor in list(tensors_of(model)):
+    for tensor in list(module_tensors(model)):
         if id(tensor) in memo:
             _copy_hooks(memo[id(tensor)], tensor, memo)
     return memo
-
-
-def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers, and tensors that are plain attributes of modules; some of them twice."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for part in model.modules():
-        yield from attributes_of(part).values()
-
-
-def attributes_of(part: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that are plain attributes of a module."""
-    return {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
