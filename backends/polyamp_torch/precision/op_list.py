@@ -105,7 +105,7 @@ TORCH_OP_FAMILIES: Final = (
         "pow rsqrt reciprocal __pow__ __rpow__ __rdiv__ __rtruediv__ lp_pool1d lp_pool2d lp_pool3d",
         on_cuda=True,
     ),
-    TorchOpFamily("saturating functions", "sigmoid expit tanhshrink softsign erf erfc ndtr"),
+    TorchOpFamily("saturating functions", "sigmoid expit softsign erf erfc ndtr"),
     TorchOpFamily("steep trigonometry", "acos arccos asin arcsin tan", on_cuda=True),
     TorchOpFamily("sums", "sum prod", on_cuda=True),
     TorchOpFamily("sums", f"mean nanmean nansum sum_to_size std std_mean var var_mean trapezoid trapz {SPARSE_SUM}"),

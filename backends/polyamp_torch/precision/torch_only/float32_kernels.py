@@ -390,7 +390,6 @@ def _kernel_makers() -> Iterator[tuple[str, KernelMaker]]:
         yield name, functools.partial(_gather, function=function)
     for name in OPAQUE_OPERATIONS:
         yield name, _opaque
-    yield "tanh", functools.partial(_part_of, function=functional.tanhshrink)
     yield "abs", functools.partial(_part_of, function=functional.softsign)
     yield FUSED_ATTENTION, functools.partial(_fused, composition=multi_head_attention)
     yield FUSED_ENCODER_LAYER, functools.partial(_fused, composition=encoder_layer)
