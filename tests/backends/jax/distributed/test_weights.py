@@ -42,9 +42,10 @@ def means(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize(
-    ("loss_fn", "options"), [(ignoring, {}), (own_sum, {"weight": number_of}), (means, {})], ids=["loss", "fn", "means"]
+    ("loss_fn", "options", "windows"),
+    [(ignoring, {}, 1), (own_sum, {"weight": number_of}, 2), (means, {}, 1), (means, {}, 2)],
+    ids=["loss", "fn, 2 windows", "means", "means, 2 windows"],
 )
 def test_s09_replicas_count_by_the_labels_that_count(way: str, windows: int, loss_fn: Any, options: Any) -> None:
     """Replicas without any among them."""
