@@ -120,7 +120,9 @@ def _update_key() -> None:
 
 def _acts(device_type: str) -> bool:
     islands = _THREAD.islands.get(device_type)
-    if islands is None or not islands.acting or not torch.is_autocast_enabled(device_type):
+    # A thread of torch's own has the state of the one that started it, and so the key, but no islands by name.
+    is_acting = islands.acting if islands is not None else not _THREAD.islands
+    if not is_acting or not torch.is_autocast_enabled(device_type):
         return False
     # In a backward pass: hooks and the backward passes of custom functions, not the formulas of autograd.
     return running_backward() == -1 or _caller() not in (None, ENGINE_CODE)
@@ -137,8 +139,8 @@ def _caller() -> CodeType | None:
 def _carry_into_checkpoint(device_type: str) -> None:
     if saved_tensor_hooks(True) is None and torch.is_grad_enabled():
         return
-    if not torch.compiler.is_compiling():
-        islands = _THREAD.islands[device_type]
+    islands = _THREAD.islands.get(device_type)
+    if islands is not None and not torch.compiler.is_compiling():
         reentrant = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         activation_checkpointing.carry_into_checkpoint(islands.key, islands.reopen, everywhere=reentrant)
 

@@ -109,6 +109,24 @@ def test_s04_callers_that_are_not_python_are_seen() -> None:
     assert [t.dtype for t in run(torch.ops.aten.softmax.int, X, -1)] == [torch.float32]
 
 
+FORK = """
+def soft(x):
+    return torch.softmax(x, -1)
+
+def run(x):
+    return torch.jit.wait(torch.jit.fork(soft, x))
+"""
+
+
+def test_s04_threads_that_torch_starts_inside_a_region_are_in_it() -> None:
+    """So are the threads of autograd for other devices: they have the state of the thread that started them."""
+    script: Any = torch.jit.CompilationUnit(FORK).run
+    assert [t.dtype for t in run(script, X)] == [torch.float32]
+    assert script(X).dtype == torch.bfloat16
+    with torch.autocast(**PLAIN):
+        assert script(X).dtype == torch.bfloat16
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_s04_operators_that_take_functions_ignore_the_key() -> None:
     """torch dispatches them in Python, by lists of keys."""
