@@ -74,6 +74,7 @@ SUITES: dict[str, Suite] = {
     "programs": Suite([*PYTEST, "tests/programs"], 35),
     "porting": Suite([*PYTEST, "tests/porting"], 200),
     "parity": Suite([*PYTEST, *QUICK_XLA, "tests/parity"], 170),
+    "simulated-device": Suite([*PYTEST, "tests/simulated_device"], 10),  # torch has it for a whole process
     "packaging": Suite([*PYTEST, "tests/packaging"], 90),
     "soak": Suite([*PYTEST, "tests/soak"], 60),
     # Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing.

@@ -97,6 +97,15 @@ def as_tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else from_numpy(value)
 
 
+def memory_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins: one number for all views of it, another for every tensor without memory of
+    its own (on the device "meta", or of a subclass that wraps others)."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except RuntimeError:
+        return id(tensor)
+
+
 def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor is sharded over processes (a `DTensor`), without importing `torch.distributed.tensor`."""
     return hasattr(tensor, "device_mesh")

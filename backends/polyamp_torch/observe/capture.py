@@ -20,7 +20,7 @@ from torch import nn
 from polyamp.parity.trace.observer import CaptureCallback, PassRecord
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
-from polyamp_torch.arrays import dtype_name
+from polyamp_torch.arrays import dtype_name, memory_address
 from polyamp_torch.compat import (
     NULL_CONTEXT,
     CompiledCallHook,
@@ -184,7 +184,7 @@ def _input_tensor(args: Any, output: torch.Tensor) -> torch.Tensor | None:
     given = next((each for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
     if given is None or not given.numel() or given.layout != torch.strided or output.layout != torch.strided:
         return None
-    same = given.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    same = memory_address(given) == memory_address(output)
     return None if same else given
 
 

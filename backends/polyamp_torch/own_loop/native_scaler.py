@@ -266,7 +266,7 @@ class GradScaler(ScalerState):
         if can_read_without_sync(found.device):
             skipped = bool(found.item() > 0.0)
         else:
-            flag, self._loop.least = torch.stack((found, self._require_state("step").scale)).tolist()
+            flag, self._loop.least = torch.stack((found, self._require_state("step").scale)).cpu().tolist()
             skipped = flag > 0.0
         evidence.record_decision(skipped)
         if not self._hooked:

@@ -187,7 +187,7 @@ def count_non_finite(
         (i, _inf_and_nan(_unscaled_values(grad, divisor))) for i, (_, grad) in enumerate(pairs) if grad is not None
     ]
     home = counts[0][1].device
-    numbers = torch.stack([count.to(home) for _, count in counts]).tolist()
+    numbers = torch.stack([count.to(home) for _, count in counts]).cpu().tolist()
     bad = [(i, inf, nan) for (i, _), (inf, nan) in zip(counts, numbers, strict=True) if inf or nan]
     called = names.of(optimizer) if bad else []
     rows = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_torch.arrays import dtype_name
+from polyamp_torch.arrays import dtype_name, memory_address
 from polyamp_torch.compat import backward_hooks, post_accumulate_grad_hooks
 from polyamp_torch.porting.inventory import module_tensors
 
@@ -39,7 +39,7 @@ def copy_tensors(model: nn.Module, *, wide: bool) -> dict[int, Any]:
     for tensor in {id(tensor): tensor for tensor in module_tensors(model)}.values():
         if _is_plain(tensor):
             begin = int(tensor.storage_offset())
-            place = (tensor.device, tensor.untyped_storage().data_ptr() or id(tensor), tensor.dtype)
+            place = (tensor.device, memory_address(tensor), tensor.dtype)
             spans.setdefault(place, []).append(_Span(begin, begin + _extent(tensor), tensor))
         elif wide and tensor.is_floating_point():
             raise UnsupportedError(

@@ -15,7 +15,7 @@ import torch
 from polyamp.errors import PortError
 from polyamp.porting.files.strided_copies import as_contiguous, copy_into
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_torch.arrays import dtype_name, from_numpy
+from polyamp_torch.arrays import dtype_name, from_numpy, memory_address
 
 Array = np.ndarray[Any, Any]
 
@@ -114,4 +114,5 @@ def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are one array: the object, or the whole of their memory."""
     if tensor.device.type == "meta" or not tensor.numel():
         return (id(tensor),)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    address = memory_address(tensor), tensor.storage_offset()
+    return tensor.device, *address, tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -24,7 +24,7 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES, detach_leaf, to_device
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, detach_leaf, memory_address, to_device
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.forward_backward import stash_grads
@@ -188,7 +188,7 @@ def _place_gradients(parameters: Sequence[torch.Tensor], values: list[torch.Tens
     placed: list[torch.Tensor] = []
     seen: set[int] = set()
     for p, value in zip(parameters, values, strict=True):
-        pointer = value.untyped_storage().data_ptr()
+        pointer = memory_address(value)
         if value.stride() != p.stride() or pointer in seen or value.dtype != p.dtype or value.is_conj():
             value = torch.empty_like(p).copy_(value)
         seen.add(pointer)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from polyamp_torch.arrays import memory_address
 from polyamp_torch.compat import foreach_add_, foreach_sub_, fused_adam_, fused_adamw_, fused_sgd_, has_step_hooks
 
 KernelLists = dict[str, list[Any]]
@@ -135,10 +136,10 @@ def adjacent_vector(counts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not counts:
         return None
     first = counts[0]
-    memory, begin = first.untyped_storage().data_ptr(), int(first.storage_offset())
+    memory, begin = memory_address(first), int(first.storage_offset())
     for number, count in enumerate(counts, begin):
         same = count.dtype == first.dtype and not count.dim() and count.storage_offset() == number
-        if not same or count.untyped_storage().data_ptr() != memory:
+        if not same or memory_address(count) != memory:
             return None
     with torch.no_grad():
         return first.as_strided((len(counts),), (1,))
