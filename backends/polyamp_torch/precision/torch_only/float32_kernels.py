@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.precision.op_list import TORCH_OP_FAMILIES, TorchOpFamily
-from polyamp_torch.precision.torch_only import activation_checkpointing
+from polyamp_torch.precision.torch_only import activation_checkpointing, compat
 from polyamp_torch.precision.torch_only.compat import (
     ENGINE_CODE,
     FUSED_ATTENTION,
@@ -46,6 +46,7 @@ from polyamp_torch.precision.torch_only.float32_gathers import FLOAT32_GATHERS, 
 from polyamp_torch.precision.torch_only.fused_attention import encoder_layer, multi_head_attention
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS, ProductKind
 
+_OWN_MODULES: Final = (__name__, compat.__name__)
 _AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
 
 
@@ -131,7 +132,7 @@ def _acts(device_type: str) -> bool:
 def _caller() -> CodeType | None:
     """Return the code that calls the operation of the running kernel; None in a thread of autograd's engine."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals is globals():
+    while frame is not None and frame.f_globals.get("__name__") in _OWN_MODULES:
         frame = frame.f_back
     return None if frame is None else frame.f_code
 

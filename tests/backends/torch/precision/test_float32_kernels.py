@@ -172,6 +172,11 @@ def test_s04_transforms_of_torch_func_come_after_the_islands(name: str, transfor
     assert "grad" in transform or {t.dtype for t in got} == {torch.float32}
 
 
+def test_s04_a_python_function_is_known_by_its_code_in_a_transform_too() -> None:
+    (got,) = run(torch.func.vmap(functional.softsign), X)
+    assert torch.equal(got, functional.softsign(X.float()))
+
+
 def test_s04_outside_of_a_region_transforms_are_torchs() -> None:
     run(torch.exp, X)  # the kernels are registered
     batch = torch.stack([X, Y])
