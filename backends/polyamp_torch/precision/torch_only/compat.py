@@ -60,7 +60,13 @@ FUSED_ENCODER_LAYER: Final = "_transformer_encoder_layer_fwd"
 
 def has_custom_device() -> bool:
     """Return whether a library serves a custom device, whose autocast has the key of the kernels."""
-    return torch._C._get_privateuse1_backend_name() != _CUSTOM_DEVICE
+    return torch._C._get_privateuse1_backend_name() != _CUSTOM_DEVICE or _had_fallback()
+
+
+@functools.cache
+def _had_fallback() -> bool:
+    """Return whether the key had a fallback before this package asked first, which is before it registers its own."""
+    return bool(torch._C._dispatch_has_backend_fallback(_KEY))
 
 
 def register_kernels(makers: Mapping[str, KernelMaker], faster_calls: Mapping[str, Kernel]) -> tuple[Any, ...]:
