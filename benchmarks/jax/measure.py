@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import re
 import statistics
@@ -253,12 +254,18 @@ def report(found: Measured, *, reference: str, bases: Sequence[str]) -> str:
     def row(title: str, cell: Callable[[str], str], target: str = "") -> None:
         rows.append((title, target, [cell(name) for name in names]))
 
+    def step_ratio(base: str, name: str) -> str:
+        return str(results.ratio(found.step_seconds[name], found.step_seconds[base]))
+
+    def apart(base: str, name: str) -> str:
+        return f"{paired_timing.distance(curves[base], curves[name]):.1e}"
+
     row("step, ms (median)", lambda n: f"{statistics.median(found.step_seconds[n]) * 1e3:.2f}")
     for base in bases:
         first = base == bases[0]
         row(
             f"  / {base} (quartiles)",
-            lambda n, b=base: str(results.ratio(found.step_seconds[n], found.step_seconds[b])),  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            functools.partial(step_ratio, base),
             "<= 1.02" if first else "",
         )
     fastest = {name: min(each) for name, each in found.step_seconds.items()}
@@ -291,7 +298,7 @@ def report(found: Measured, *, reference: str, bases: Sequence[str]) -> str:
         "" if reference in bases else f"<= {paired_timing.distance(curves[reference], curves[bases[0]]):.1e}",
     )
     for base in bases[1:]:
-        row(f"curve's distance from {base}", lambda n, b=base: f"{paired_timing.distance(curves[b], curves[n]):.1e}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+        row(f"curve's distance from {base}", functools.partial(apart, base))
     if reference not in bases:
         row(
             f"curve's distance from {reference}",

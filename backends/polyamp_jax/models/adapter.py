@@ -6,6 +6,7 @@ Each library's adapter is in its file in `adapters`.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +23,7 @@ from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.running_state import ModelInputs, RunningState
 
 
-class ModelAdapter:
+class ModelAdapter(abc.ABC):
     """Adapter that calls the models of one library. Static and hashable, without arrays.
 
     This class has the defaults: models without module objects or states of their own.
@@ -42,12 +43,12 @@ class ModelAdapter:
         """Paths of modules that the library can run only in the dtype of their master parameters."""
         return frozenset()
 
+    @abc.abstractmethod
     def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
         """Call the model or the part at `route`, and return its output and the changed running state.
 
         `written` contains the parameters that the call wrote, in the dtypes of `inputs.params`.
         """
-        raise NotImplementedError  # every library defines its own
 
     def draws(self, route: ModulePath, view: Any, names: Collection[str], args: Any, kwargs: Any) -> bool:
         """Return whether a call of the part at `route` of `view` would use the keys of the streams `names`."""
@@ -92,12 +93,20 @@ class ModelAdapter:
         """Return path -> all paths of parameters that several of the `modules` may own."""
         return {}
 
+    @abc.abstractmethod
     def join(self, params: Any, running: RunningState) -> Any:
         """Return the model in its native form."""
-        raise NotImplementedError  # every library defines its own
 
-    def check_streams(self, names: Collection[str]) -> None:
-        """Reject random streams that the library cannot use. Raises `UnsupportedError`."""
+    def find_stream_problem(self, names: Collection[str]) -> str | None:
+        """Return why the library cannot use random streams of these names, or None."""
+        return None
+
+
+def check_streams(adapter: ModelAdapter, names: Collection[str]) -> None:
+    """Reject random streams that the library cannot use. Raises `UnsupportedError`."""
+    problem = adapter.find_stream_problem(names)
+    if problem is not None:
+        raise UnsupportedError(problem)
 
 
 class ModelParts(NamedTuple):
@@ -170,7 +179,7 @@ def random_keys(rngs: Any, adapter: ModelAdapter) -> dict[str, jax.Array]:
                 f"rngs must map stream names to seeds or keys, such as rngs={{'dropout': 0}}. Received: rngs={rngs!r}."
             )
         rngs = {adapter.stream: rngs}
-    adapter.check_streams(rngs)
+    check_streams(adapter, rngs)
     return {str(name): _random_key(name, seed) for name, seed in rngs.items()}
 
 

@@ -257,7 +257,8 @@ def _scaler_fields(scaler: Any) -> ScalerFields | None:
     if all(hasattr(scaler, name) for name in ("loss_scale", "counter", "period", "factor")):
         return _jmp_fields(scaler)
     if dataclasses.is_dataclass(scaler) and hasattr(scaler, "loss_scale"):
-        scale = float(getattr(scaler, "loss_scale"))  # noqa: B009  # a class that nobody imports here
+        static: Any = scaler
+        scale = float(static.loss_scale)
         return ScalerFields(
             "jmp",
             {"kind": "static", "init_scale": scale, "min_scale": scale, "max_scale": scale},

@@ -16,6 +16,7 @@ import numpy as np
 
 from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
 from polyamp_jax.arrays import copy_arrays, named_leaves, path_name
+from polyamp_jax.models.adapter import check_streams
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.step.optimizers import FormulaState, lagging_parameters
 from polyamp_jax.step.state import JaxState, create_state
@@ -32,7 +33,7 @@ def refresh_state(state: JaxState, model: Any, plan: RefreshPlan) -> JaxState:
         raise missing_model_error("a JAX state is a value that sees no change of a model")
     parts = adapt(model, axis_name=getattr(state.setup.adapter, "axis_name", None))
     if state.rngs:
-        parts.adapter.check_streams(state.rngs)
+        check_streams(parts.adapter, state.rngs)
     before, now = named_leaves(state.params), named_leaves(parts.params)
     survivors = plan.surviving_parameters(
         _known_parameters(before), _known_parameters(now), lambda old, new: _is_equal(before[old], now[new])

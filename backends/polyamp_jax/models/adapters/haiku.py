@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 import haiku as hk
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import ModelError
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue, parameter_owners
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.module_path import ModulePath
@@ -65,9 +65,8 @@ class HaikuAdapter(ModelAdapter):
         both = (params, running.statistics)
         return (self.transformed.value, *both) if self.flat else (self.transformed.value, both)
 
-    def check_streams(self, names: Collection[str]) -> None:
-        if len(names) > 1:
-            raise UnsupportedError(f"haiku's apply takes one random key. Received: rngs for {sorted(names)}.")
+    def find_stream_problem(self, names: Collection[str]) -> str | None:
+        return f"haiku's apply takes one random key. Received: rngs for {sorted(names)}." if len(names) > 1 else None
 
 
 def takes_rng(apply: Callable[..., Any], stateful: bool) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 
 from flax import nnx
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import ModelError
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue
@@ -133,12 +133,13 @@ class NnxAdapter(ModelAdapter):
     def join(self, params: Any, running: RunningState) -> Any:
         return nnx.merge(self.graphdef.value, params, running.streams, running.statistics)
 
-    def check_streams(self, names: Collection[str]) -> None:
-        if not self.takes_rngs:
-            raise UnsupportedError(
-                "rngs= is passed on as the keyword argument rngs of the nnx module, whose __call__ takes none, and no "
-                "other method does: it holds its own nnx.Rngs. Drop rngs=, or let __call__ take rngs."
-            )
+    def find_stream_problem(self, names: Collection[str]) -> str | None:
+        if self.takes_rngs:
+            return None
+        return (
+            "rngs= is passed on as the keyword argument rngs of the nnx module, whose __call__ takes none, and no "
+            "other method does: it holds its own nnx.Rngs. Drop rngs=, or let __call__ take rngs."
+        )
 
 
 def split_model(model: Any) -> ModelParts:

@@ -50,7 +50,7 @@ def uses_kernels() -> bool:
 
 def make_islands(device_type: str) -> Islands:
     """Return islands of a device type that are not open yet."""
-    kind = KernelIslands if uses_kernels() and not torch.compiler.is_compiling() else IslandsMode
+    kind = IslandsMode if torch.compiler.is_compiling() or not uses_kernels() else KernelIslands
     return kind(device_type, functools.partial(islands, device_type))
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import polyamp
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.torch_only import float32_islands
+from polyamp_torch.precision.torch_only import compat, float32_islands
 from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode
 from polyamp_torch.precision.torch_only.float32_kernels import KernelIslands
 from tests.backends.torch.precision.test_float32_islands import IMAGE, X, Y, table, tensors, values
@@ -301,6 +301,10 @@ def test_s04_a_library_with_a_device_of_its_own_keeps_its_dispatch_key(monkeypat
     assert repr(model).endswith(", float32_islands='kernels')")
     with autocast(BFLOAT16, "cpu"):
         assert isinstance(float32_islands.current_islands("cpu"), KernelIslands)
+    assert compat._had_fallback.__wrapped__(), "the kernels' own by now: it is asked before they are registered"
+    monkeypatch.setattr(compat, "_had_fallback", lambda: True)
+    assert repr(model).endswith(", float32_islands='mode')"), "a device without a name of its own"
+    monkeypatch.undo()
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
     assert repr(model).endswith(", float32_islands='mode')")
     with autocast(BFLOAT16, "cpu"):
