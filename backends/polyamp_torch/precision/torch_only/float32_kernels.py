@@ -193,7 +193,7 @@ def _widen(call: Kernel, *, on_cuda: bool) -> Kernel:
         try:
             exclude_key(True)
             kind = _narrow_device(args)
-            if kind is None or (on_cuda and kind == "cuda") or (kwargs and "dtype" in kwargs) or not _acts(kind):
+            if kind is None or (on_cuda and kind == "cuda") or not _acts(kind):
                 return call(*args, **kwargs)
             _carry_into_checkpoint(kind)
             return _call_in_float32(call, args, kwargs)

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
+from polyamp_torch.losses import TorchLosses
 from polyamp_torch.precision.autocast import autocast
 from polyamp_torch.precision.torch_only import compat, float32_islands
 from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode
@@ -28,6 +30,18 @@ PLAIN = {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False}
 def mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Islands of a torch without the dispatcher's part."""
     monkeypatch.setattr(float32_islands, "uses_kernels", lambda: False)
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the operations that reach the devices' kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -64,8 +78,12 @@ def test_s04_operations_that_are_not_listed_run_no_python() -> None:
             "view": count_calls(lambda: X.view(-1).unsqueeze(0)),
         }
         listed = count_calls(lambda: torch.exp(X))
+        with TorchLosses().in_float32():
+            in_a_loss = count_calls(lambda: torch.exp(X))
+        assert count_calls(lambda: torch.exp(X)) == listed, "afterwards they act again"
     assert set(free.values()) == {0}
     assert listed > 0
+    assert in_a_loss == 0, "losses compute in float32 by themselves"
 
 
 def test_s04_a_plain_region_is_left_as_it_is_after_and_beside_one_of_polyamps() -> None:
@@ -271,17 +289,15 @@ def test_s04_the_formulas_of_a_backward_inside_the_region_are_left_alone() -> No
     def loss() -> torch.Tensor:
         return functional.mse_loss(linear(X), torch.zeros(4, 3))
 
-    def gradients() -> list[Any]:
-        return [parameter.grad for parameter in linear.parameters()]
-
     with autocast(BFLOAT16, "cpu"):
-        found = loss()
-    found.backward()
-    want = gradients()
+        outside, within = loss(), loss()
+        with Dispatched() as inside:
+            within.backward()
     linear.zero_grad()
-    with autocast(BFLOAT16, "cpu"):
-        loss().backward()
-    torch.testing.assert_close(gradients(), want, rtol=0, atol=0)
+    with Dispatched() as want:
+        outside.backward()
+    assert "aten.sum.dim_IntList" in want.names
+    assert inside.names == want.names, "no cast beside autograd's own"
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -329,3 +329,27 @@ def test_a_mode_of_the_users_around_a_step_sees_its_backward_pass_as_in_a_loop_b
     with Calls() as calls:
         step(state, torch.ones(2, 3))
     assert calls.seen.count(torch.autograd.backward) == 1
+
+
+def test_s04_a_region_of_torchs_that_a_backward_opens_in_a_step_has_islands() -> None:
+    """`torch.amp.custom_bwd` opens one, as do hooks of libraries: what is sensitive there is float32 as in forward."""
+    seen: list[torch.dtype] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # as torch documents it
+            with torch.autocast("cpu", torch.bfloat16):
+                seen.append(grad.bfloat16().softmax(-1).dtype)
+            return grad
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return Noted.apply(model(batch)).float().square().mean()  # type: ignore[no-any-return, no-untyped-call]  # torch does not annotate it
+
+    loss(generator(), torch.ones(2, 3)).backward()
+    recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1))
+    polyamp.train_step(loss, recipe)(polyamp.init(generator(), recipe), torch.ones(2, 3))
+    assert seen == [torch.bfloat16, torch.float32], "plain torch, and a step"
