@@ -169,18 +169,28 @@ def family_functions(row: TorchOpFamily) -> Iterator[tuple[str, TorchFunction]]:
                 yield f"{where}.{name}", function
 
 
+_COPIES: Final[dict[Any, tuple[dict[str, Any], TorchFunction]]] = {}
+"""Function of torch -> the contents of its module when it was copied, and the copy."""
+
+
 def copy_without_dispatch(function: Any) -> TorchFunction:
     """Return a copy of one of torch's Python functions that runs its body without dispatching to modes.
 
     torch disables a mode while it handles a function, so the mode would not see calls in the body. With the mode
-    enabled again, the function itself would be dispatched to it once more.
+    enabled again, the function itself would be dispatched to it once more. The copy is made again if a library has
+    replaced a function in torch's module since.
     """
+    known = _COPIES.get(function)
+    if known is not None and known[0] == function.__globals__:
+        return known[1]
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"} | dict.fromkeys(
+    before = dict(function.__globals__)
+    scope = {name: value for name, value in before.items() if name != "__name__"} | dict.fromkeys(
         checks, lambda *_: False
     )
     copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
+    _COPIES[function] = before, copied
     return copied
 
 

@@ -7,6 +7,7 @@ no value is read.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -61,7 +62,7 @@ def global_norm_and_finite(
     """
     found = [grads] if alike else bucket_by_device_and_dtype(grads)
     norm = _combine_norms([_bucket_norm(bucket) for bucket in found])
-    finite = torch.isfinite(norm)
+    finite = _is_finite(norm)
     if scale is None:
         return TorchGradStats(norm, finite)
     norm = norm / scale.to(norm.device, torch.float64)
@@ -72,6 +73,13 @@ def global_norm_and_finite(
     ):
         return TorchGradStats(norm, finite)
     return TorchGradStats(norm, finite & _is_quotient_finite(found, scale, norm.device))
+
+
+def _is_finite(norm: torch.Tensor) -> torch.Tensor:
+    """Return whether a scalar is finite; on the CPU by Python, which is faster than torch's five operations."""
+    if can_read_without_sync(norm.device):
+        return torch.scalar_tensor(math.isfinite(norm.item()), dtype=torch.bool)
+    return torch.isfinite(norm)
 
 
 def can_read_without_sync(device: torch.device) -> bool:

@@ -142,7 +142,6 @@ class IslandsMode(TorchFunctionMode):
             return func(self._wrap_autograd_function(args[0]), *args[1:], **kwargs)
         plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses may override
         if rule == "enter" and plain and not (compiling and func in BACKWARD_FUNCTIONS):
-            # A new copy each time, because libraries replace functions in torch's modules.
             body = FUNCTIONS_WITHOUT_DISPATCH[func] if compiling else copy_without_dispatch(func)
             with self:
                 return body(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -20,6 +21,7 @@ from polyamp_torch.precision.op_list import (
     TORCH_OP_FAMILIES,
     family_functions,
 )
+from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode
 from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS
 
@@ -316,11 +318,16 @@ def test_s04_attention_that_a_library_put_in_its_place_is_called(monkeypatch: py
         calls += 1
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", replaced)
     q = torch.ones(3, 2, 4)
-    with autocast(BFLOAT16, "cpu"):
-        torch.nn.MultiheadAttention(4, 2)(q, q, q, need_weights=False)
-    assert calls == 1
+    attention = torch.nn.MultiheadAttention(4, 2)
+    regions = (lambda: autocast(BFLOAT16, "cpu"), lambda: IslandsMode("cpu", contextlib.nullcontext))
+    for expected, region in enumerate(regions, 1):
+        with region():
+            attention(q, q, q, need_weights=False)  # torch's functions are copied, and found again below
+        with monkeypatch.context() as patch, region():
+            patch.setattr(functional, "scaled_dot_product_attention", replaced)
+            attention(q, q, q, need_weights=False)
+        assert calls == expected
 
 
 def test_s04_no_other_function_of_torch_hides_a_sensitive_one() -> None:
