@@ -42,6 +42,7 @@ from benchmarks.torch import loops, measure, models
 TARGET: Final = 1.02
 SIZES: Final = {
     "1 M": GPT._replace(batch=1, length=32),
+    "5 M": Workload("gpt", batch=1, width=256, layers=6, heads=8, length=32, vocabulary=512),
     "25 M": Workload("gpt", batch=1, width=512, layers=8, heads=8, length=32, vocabulary=512),
 }
 """Few tokens, so that what follows the backward pass is seen beside it."""
