@@ -38,6 +38,11 @@ def dtype_name(leaf: Any) -> str:
     return str(leaf.dtype) if is_array(leaf) else type(leaf).__name__
 
 
+def device_name(device: Any) -> str:
+    """Return platform and number of a JAX device: `cpu:0`."""
+    return f"{device.platform}:{device.id}"
+
+
 def is_key(leaf: Any) -> bool:
     """Return whether a leaf is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))

@@ -65,7 +65,7 @@ class JaxBackend:
     import_state = staticmethod(states_.replace_arrays)
 
     def info(self) -> BackendInfo:
-        return BackendInfo("jax", jax.__version__, tuple(f"{d.platform}:{d.id}" for d in jax.devices()))
+        return BackendInfo("jax", jax.__version__, tuple(map(arrays.device_name, jax.devices())))
 
     def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
         scalar = jnp.array(value, dtype)

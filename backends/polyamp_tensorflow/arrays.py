@@ -40,6 +40,11 @@ def variable_name(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
+def device_name(device: str) -> str:
+    """Return type and number of a device from TensorFlow's name for it: `/physical_device:CPU:0` is `CPU:0`."""
+    return device.rpartition("device:")[2]
+
+
 def assign_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Assign each value to its variable."""
     for variable, value in zip(variables, values, strict=True):

@@ -62,7 +62,7 @@ class TensorFlowBackend:
     refresh = staticmethod(refresh_state)
 
     def info(self) -> BackendInfo:
-        devices = [device.name.rpartition("device:")[2] for device in tf.config.list_physical_devices()]
+        devices = [conversions.device_name(device.name) for device in tf.config.list_physical_devices()]
         return BackendInfo("tensorflow", tf.__version__, tuple(sorted(devices, key=lambda name: "CPU" in name)))
 
     def is_concrete(self, array: Any) -> bool:

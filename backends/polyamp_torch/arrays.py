@@ -41,6 +41,11 @@ def is_castable(leaf: Any, *, float64: bool) -> bool:
     return dtype.is_floating_point and (float64 or dtype != torch.float64)
 
 
+def describe_device(device: torch.device) -> str:
+    """Return a device's name, with the model of a GPU: `cuda:0 (NVIDIA H100)`."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
 def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     """Cast the floating leaves of a tree to `dtype`, differentiably; other leaves are unchanged (S2)."""
     target = DTYPES[dtype]

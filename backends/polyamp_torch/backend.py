@@ -69,7 +69,7 @@ class TorchBackend:
         return OBSERVER
 
     def info(self) -> BackendInfo:
-        cuda = tuple(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))
+        cuda = tuple(arrays.describe_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
         return BackendInfo("torch", str(torch.__version__), (*cuda, "cpu"))
 
     def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:

@@ -34,6 +34,10 @@ class ReferenceObserver:
         ['dense0/bias', 'dense0/kernel', 'dense1/bias', 'dense1/kernel']
     """
 
+    def device(self, model: Any) -> str:
+        """Return "cpu"."""
+        return "cpu"
+
     @contextmanager
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
         """Yield a copy of the model."""

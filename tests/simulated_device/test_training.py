@@ -116,6 +116,19 @@ def test_s22_a_state_is_saved_there_and_restored_here(tmp_path: Path) -> None:
     torch.testing.assert_close(numbers(there), numbers(model), rtol=0, atol=0)
 
 
+def test_s31_compare_tells_the_device_and_finds_the_fault() -> None:
+    chosen, there = recipe("mixed_bfloat16"), device.to_device(network())
+    batch = {name: np.asarray(value) for name, value in HOST.items()}
+    report = polyamp.compare(network(), there, batch, loss_fn, chosen, 2)
+    assert report.agrees, str(report)
+    assert "torch 2" in str(report)
+    assert str(report).count(f"on {device.NAME}:0") == 1
+    assert str(report).count("on cpu") == 1
+    there[2].eps = 1e-2
+    report = polyamp.compare(network(), there, batch, loss_fn, chosen)
+    assert (report.first.module, report.first.kind) == ("2", "epsilon")
+
+
 def test_a_model_is_moved_to_the_device_and_back() -> None:
     source, there, back = network(), device.to_device(network()), network()
     for parameter in source.parameters():

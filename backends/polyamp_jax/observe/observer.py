@@ -16,7 +16,7 @@ import numpy as np
 from polyamp.parity.trace.observer import CaptureCallback, PassRecord, UniformSource
 from polyamp.results import LossFunction
 from polyamp_jax import compat
-from polyamp_jax.arrays import shape_struct
+from polyamp_jax.arrays import device_name, shape_struct
 from polyamp_jax.observe.capture import PassCapture, PassTraceInfo
 from polyamp_jax.observe.dropout import disable_dropout
 from polyamp_jax.observe.model_copy import model_copy
@@ -77,6 +77,11 @@ class JaxObserver:
 
     def __init__(self) -> None:
         self._captures: dict[int, PassCapture] = {}
+
+    def device(self, model: Any) -> str:
+        arrays = find_library(model).arrays(model).values()
+        devices = {device for array in arrays if isinstance(array, jax.Array) for device in array.devices()}
+        return ", ".join(sorted(map(device_name, devices)))
 
     @contextlib.contextmanager
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from polyamp.contract.backend import State
 from polyamp.parity.trace.observer import CaptureCallback, Observer, PassRecord, UniformSource
 from polyamp.results import LossFunction
+from polyamp_tensorflow.arrays import device_name, native_variable
 from polyamp_tensorflow.observe import capture, dropout, model_copy
 from polyamp_tensorflow.precision.policy_module import native_model
 
@@ -33,6 +34,10 @@ class KerasObserver:
         >>> found.gradients["head/bias"].tolist()
         [0.5, 0.5]
     """
+
+    def device(self, model: Any) -> str:
+        placed = {device_name(native_variable(variable).device) for variable in native_model(model).variables}
+        return ", ".join(sorted(placed))
 
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(native_model(model), wide=wide, inference=inference)

@@ -11,11 +11,16 @@ from typing import Any, Final
 from polyamp.contract.backend import State
 from polyamp.parity.trace.observer import CaptureCallback, Observer, PassRecord, UniformSource
 from polyamp.results import LossFunction
+from polyamp_torch.arrays import describe_device
 from polyamp_torch.observe import capture, dropout, model_copy
+from polyamp_torch.precision.policy_module import module_device
 
 
 class TorchObserver:
     """`Observer` for PyTorch. A model is an `nn.Module`, with or without wrappers."""
+
+    def device(self, model: Any) -> str:
+        return describe_device(module_device(model))
 
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(model, wide=wide, inference=inference)

@@ -115,7 +115,7 @@ class Participant:
             side=self.label,
             backend=self.backend.name,
             versions={info.framework: str(info.version), "polyamp": __version__},
-            device=info.devices[0],
+            device=self._observer.device(self.model),
             model=f"{kind.__module__}.{kind.__qualname__}",
             parameters=self.parameters,
         )

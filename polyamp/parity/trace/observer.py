@@ -55,6 +55,10 @@ class PassRecord(NamedTuple):
 class Observer(Protocol):
     """Protocol of a backend's recorder of training passes."""
 
+    def device(self, model: Any) -> str:
+        """Return the name of the device that holds a model's arrays, in the words of `BackendInfo.devices`; "" if it
+        has no arrays."""
+
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager that yields a model to train and leaves the given one unchanged.
 

@@ -99,3 +99,8 @@ def test_in_inference_statistics_are_used_and_nothing_is_dropped(kind: str, back
         assert float(step(state, x)[1].loss) == float(first.loss)
     if kind != "haiku":  # whose averages of nothing are 0
         np.testing.assert_allclose(seen["norm", "output"], seen[made.layers[0], "output"], 1e-3, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen", "haiku", "equinox", "function"])
+def test_the_device_is_the_models_own(kind: str, backend: Any, make_kind: Any) -> None:
+    assert backend.observer.device(make_kind(kind).model) == "cpu:0"

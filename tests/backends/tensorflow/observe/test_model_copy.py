@@ -69,3 +69,8 @@ def test_a_model_without_variables_is_not_lent() -> None:
         OBSERVER.model_copy(keras.Sequential([layers.Dense(2)])),
     ):
         pass
+
+
+def test_the_device_is_the_models_own() -> None:
+    assert OBSERVER.device(network()) == "CPU:0"
+    assert OBSERVER.device(layers.Activation("relu")) == ""

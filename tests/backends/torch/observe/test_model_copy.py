@@ -88,3 +88,7 @@ def test_no_model_is_refused() -> None:
     said = r"a model of torch's is an nn\.Module\. Received: a function"
     with pytest.raises(polyamp.ModelError, match=said), OBSERVER.model_copy(lambda x: x):
         pass
+
+
+def test_the_device_is_the_models_own() -> None:
+    assert OBSERVER.device(nn.Linear(2, 2)) == "cpu"

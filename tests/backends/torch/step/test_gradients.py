@@ -342,6 +342,21 @@ def test_s10_off_the_cpu_nothing_is_read(name: str, clip: float | None, monkeypa
     assert int(state.step) == 3
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_s10_off_the_cpu_a_warm_compiled_step_reads_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_look(monkeypatch)
+    recipe = polyamp.Recipe(policy=policy, optimizer=SPECS["adamw"], clip_norm=0.5)
+    state, run = polyamp.init(network(), recipe), polyamp.train_step(loss_fn, recipe, compile={"backend": "eager"})
+    run(state, item(1.0, 0))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:  # compilers refuse a mode
+        for seed, gain in enumerate((1.0, INF, 1.0)):
+            run(state, item(gain, seed))
+    reads = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
+    assert reads.isdisjoint(event.name for event in seen.events())
+    assert any(event.name == "aten::linear" for event in seen.events())
+    assert int(state.step) == (3 if policy == "mixed_float16" else 4)
+
+
 @pytest.mark.parametrize(("fused", "reads_a_step"), [(True, 0), (False, 1)])
 def test_s10_native_optimizers_without_fused_kernels_read_the_flag_once(
     fused: bool, reads_a_step: int, monkeypatch: pytest.MonkeyPatch
