@@ -54,6 +54,18 @@ SCHEDULES: dict[str, polyamp.schedules.Schedule] = {
     "warmup_cosine": polyamp.schedules.warmup_cosine(0.1, 5, 25, origin=-1),
     "step": polyamp.schedules.step(0.1, every=7, factor=0.5),
     "piecewise": polyamp.schedules.piecewise((0.1, 0.01), (12,)),
+    "join": polyamp.schedules.join(
+        [
+            polyamp.schedules.linear(0.1, 2, 5, end=0.02, start=0.01, origin=-1),
+            polyamp.schedules.wsd(0.1, 1, 5, 3, end=0.01),
+            polyamp.schedules.one_cycle(0.1, 1.5, 4),
+            polyamp.schedules.inverse_sqrt(0.1, 2),
+            polyamp.schedules.polynomial(0.1, 6, 2.0),
+            polyamp.schedules.exponential(0.1, 0.5, 2),
+            polyamp.schedules.restarts(0.1, 2, 2, end=0.01, peak_factor=0.5),
+        ],
+        (4, 8, 12, 16, 20, 24),
+    ),
 }
 
 

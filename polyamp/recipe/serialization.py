@@ -106,6 +106,7 @@ def to_plain_data(value: Any) -> Any:
             name: to_plain_data(each)
             for name, each in value.to_dict().items()
             if (kind.tag or isinstance(each, Record) or each is not kind.defaults.get(name, Record))
+            and not (each is None and kind.defaults.get(name, Record) is None)  # TOML has no word for it
             and not (isinstance(each, tuple) and not each and name in kind.defaults)
         }
         return {"type": kind.tag, **fields} if kind.tag else fields
@@ -123,8 +124,8 @@ def _mirror_type(kind: Any) -> Any:
         return _mirror_class(kind)
     if get_origin(kind) in (Union, types.UnionType):
         return Union[tuple(_mirror_type(each) for each in get_args(kind))]  # noqa: UP007  # known only now
-    if get_origin(kind) is Sequence and issubclass(inner := get_args(kind)[0], Record):
-        return list[_mirror_class(inner)]  # type: ignore[misc]  # known only at run time
+    if get_origin(kind) is Sequence and _record_classes(kind):
+        return list[_mirror_type(get_args(kind)[0])]  # type: ignore[misc]  # known only at run time
     return kind
 
 

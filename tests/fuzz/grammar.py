@@ -329,7 +329,38 @@ def _rate(rng: random.Random, rate: float, steps: int) -> Any:
         "step": {"initial": rate, "every": rng.randint(1, 3), "factor": 0.5},
         "piecewise": {"values": [rate, rate / 2, rate / 10], "boundaries": [1, 3]},
     }
-    return rate if kind == "number" else {"type": kind, **made[kind]}
+    if kind == "number":
+        return rate
+    own = random.Random(repr(made[kind]))  # a stream of its own, so that what follows stays as it was
+    other = own.choice(_RELATIVES.get(kind, (kind,)))
+    return {"type": other, **(made | _more_rates(own, rate, origin))[other]}
+
+
+_RELATIVES = {
+    "cosine": ("cosine", "polynomial", "exponential", "restarts"),
+    "warmup_cosine": ("warmup_cosine", "linear", "wsd", "one_cycle", "inverse_sqrt"),
+}
+"""A schedule that was drawn -> what may take its place."""
+
+
+def _more_rates(rng: random.Random, rate: float, origin: int) -> dict[str, dict[str, Any]]:
+    low, warmup = rate / 100, {"warmup_steps": rng.randint(1, 3), "origin": origin}
+    return {
+        "polynomial": {"peak": rate, "steps": rng.randint(2, 6), "power": rng.choice((0.5, 1.0, 2.0)), "end": low},
+        "exponential": {"initial": rate, "factor": 0.5, "every": rng.randint(1, 3)},
+        "restarts": {"peak": rate, "steps": rng.randint(2, 3), "factor": rng.choice((1, 2)), "end": low},
+        "linear": {"peak": rate, "total_steps": rng.randint(4, 6), "end": low, **warmup},
+        "wsd": {
+            "peak": rate,
+            "total_steps": 6,
+            "decay_steps": rng.randint(1, 3),
+            "end": low,
+            "shape": rng.choice(("1-sqrt", "linear", "cosine")),
+            **warmup,
+        },
+        "one_cycle": {"peak": rate, "warmup_steps": rng.choice((1.5, 2)), "total_steps": rng.randint(4, 6)},
+        "inverse_sqrt": {"peak": rate, **warmup},
+    }
 
 
 def walk(layers: list[Any]) -> list[Any]:

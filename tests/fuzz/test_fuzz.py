@@ -104,7 +104,8 @@ def test_the_grammar_reaches_everything() -> None:
     assert {found["scaler"]["kind"] for found in several} == {"dynamic", "static", "like", "off"}
     rates = [found["optimizer"]["learning_rate"] for found in several]
     assert {rate["type"] for rate in rates if isinstance(rate, dict)} == {
-        "constant", "linear_warmup", "cosine", "warmup_cosine", "step", "piecewise",
+        "constant", "linear_warmup", "cosine", "warmup_cosine", "step", "piecewise", "polynomial", "exponential",
+        "restarts", "linear", "wsd", "one_cycle", "inverse_sqrt",
     }  # fmt: skip
     assert {found["accumulate_steps"] for found in several} == {1, 2, 4}
     assert {found["policy"].get("mode") for found in several} == {None, "cast"}

@@ -56,6 +56,15 @@ def learning_rates() -> st.SearchStrategy[Any]:
             origin=ORIGINS,
         ),
         st.builds(schedules.step, RATES, every=COUNTS, factor=RATES),
+        st.builds(schedules.wsd, RATES, warmup, st.just(2000), warmup, shape=st.sampled_from(["1-sqrt", "cosine"])),
+        st.builds(schedules.one_cycle, RATES, st.floats(0.5, 99.0), st.integers(100, 10**6)),
+        st.builds(
+            lambda values, factor: schedules.join(
+                [schedules.restarts(values[0], 10, factor), schedules.inverse_sqrt(values[1], 0, 5)], [100]
+            ),
+            st.tuples(RATES, RATES),
+            st.integers(1, 3),
+        ),
         st.builds(
             lambda values, every: schedules.piecewise(
                 tuple(values), boundaries=tuple(every * number for number in range(1, len(values)))
