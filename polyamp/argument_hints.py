@@ -13,9 +13,15 @@ from polyamp.errors import closest_words, describe_value
 _CLIP_NAMES: Final = dict.fromkeys(
     ("clip", "clipnorm", "global_clipnorm", "grad_clip", "grad_clip_norm", "gradient_clip", "gradient_clip_val",
      "gradient_clipping", "max_grad_norm", "max_norm"), "clip_norm")  # fmt: skip
+_CLIP_VALUE_NAMES: Final = dict.fromkeys(
+    ("clip_by_value", "clip_grad_value", "clipvalue", "grad_clip_value", "gradient_clip_value", "max_grad_value"),
+    "clip_value",
+)
 _RATE_NAMES: Final = ("lr", "rate", "learningrate", "step_size", "schedule", "scheduler", "lr_schedule", "lr_scheduler")
 _KERNEL_HINT: Final = "Drop it: polyamp chooses the framework's quickest kernels itself."
-_CLIP_HINT: Final = "Clipping is the recipe's: Recipe(clip_norm=...), by the norm of all gradients."
+_CLIP_HINT: Final = (
+    "Clipping is the recipe's: Recipe(clip_norm=...), by the norm of all gradients, or Recipe(clip_value=...)."
+)
 _NATIVE_HINT: Final = (
     "polyamp's specs do not have it. Give the recipe the framework's own optimizer: Recipe(optimizer=torch.optim..., "
     "keras.optimizers... or optax...)."
@@ -35,13 +41,14 @@ ARGUMENT_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         **dict.fromkeys(("initial_scale", "initial_accumulator"), "initial_accumulator_value"),
         **dict.fromkeys(("params", "parameters", "model"), _PARAMETERS_HINT),
         **dict.fromkeys(("fused", "foreach", "capturable", "differentiable", "jit_compile"), _KERNEL_HINT),
-        **dict.fromkeys((*_CLIP_NAMES, "clipvalue"), _CLIP_HINT),
+        **dict.fromkeys((*_CLIP_NAMES, *_CLIP_VALUE_NAMES), _CLIP_HINT),
         **dict.fromkeys(
             ("amsgrad", "dampening", "maximize", "mu_dtype", "use_ema", "ema_momentum", "mask"), _NATIVE_HINT
         ),
     },
     "recipe": {
         **_CLIP_NAMES,
+        **_CLIP_VALUE_NAMES,
         **dict.fromkeys(("precision", "mixed_precision", "dtype", "dtype_policy", "amp", "opt_level"), "policy"),
         **dict.fromkeys(("optim", "opt", "tx", "optimiser"), "optimizer"),
         **dict.fromkeys(("loss_scaler", "loss_scale", "grad_scaler", "scale"), "scaler"),

@@ -278,3 +278,34 @@ def test_s11_clip_by_global_norm(backend: Backend, harness: Harness, scale: floa
         np.testing.assert_allclose(np.linalg.norm(flat_weights(harness, clipped) - start), wanted, rtol=1e-5)
         np.testing.assert_allclose(to_float(backend, result.grad_norm), norm, rtol=1e-6)
         assert backend.to_numpy(result.grad_norm).dtype == np.float32
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_s11_clip_by_value(backend: Backend, harness: Harness, scale: float | None) -> None:
+    """Each element of the unscaled gradients; what the caller gives to `apply_gradients` stays as it is."""
+    scaler = None if scale is None else polyamp.LossScaler.static(scale)
+    start = polyamp.init(harness.mlp(layers()), recipe())
+    _, grads = polyamp.value_and_grad(loss_fn)(start, batch())
+    plain = [backend.to_numpy(value) for _, value in backend.named_gradients(grads)]
+    limit = float(np.median(np.abs(np.concatenate([value.ravel() for value in plain]))))
+    wanted = np.concatenate([np.clip(value, -limit, limit).ravel() for value in plain])
+    before = flat_weights(harness, start)
+    made = recipe(optimizer=polyamp.sgd(1.0), clip_value=limit, scaler=scaler)
+    clipped, (result,) = train(harness, made, [batch()])
+    moved = np.sort(before - flat_weights(harness, clipped))
+    np.testing.assert_allclose(moved, np.sort(wanted), rtol=1e-5, atol=1e-7)
+    norm = np.sqrt(sum(float(np.sum(np.square(value, dtype=np.float64))) for value in plain))
+    np.testing.assert_allclose(to_float(backend, result.grad_norm), norm, rtol=1e-5)
+    state = polyamp.init(harness.mlp(layers()), made)
+    _, given = polyamp.value_and_grad(loss_fn)(state, batch())
+    polyamp.apply_gradients(state, given)
+    for (_, value), expected in zip(backend.named_gradients(given), plain, strict=True):
+        np.testing.assert_allclose(backend.to_numpy(value), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_s11_a_gradient_that_is_not_finite_is_not_clipped_away(backend: Backend, harness: Harness) -> None:
+    made = recipe(optimizer=polyamp.sgd(1.0), clip_value=1.0, scaler=polyamp.LossScaler(init_scale=2.0))
+    start = flat_weights(harness, polyamp.init(harness.mlp(layers()), made))
+    state, (result,) = train(harness, made, [{**batch(), "gain": np.full_like(batch()["gain"], np.inf)}])
+    assert bool(backend.to_numpy(result.skipped))
+    np.testing.assert_array_equal(flat_weights(harness, state), start)

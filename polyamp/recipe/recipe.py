@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from polyamp.errors import (
     did_you_mean,
     plain_number_hint,
 )
+from polyamp.recipe.clip_limits import ClipLimits, check_clip_limits
 from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
 from polyamp.recipe.policy import Policy, spelling_hint
 from polyamp.recipe.scaler import PRESETS, LossScaler
@@ -56,6 +56,7 @@ class Recipe(Record, kw_only=True):
             choose (dynamic for float16 with wider master weights, else off).
         optimizer: a polyamp spec, or the framework's own optimizer.
         clip_norm: maximum global L2 norm of the unscaled gradients (S11), or None.
+        clip_value: maximum magnitude of each element of the unscaled gradients (S11), or None. Excludes `clip_norm`.
         accumulate_steps: micro-batches per update (S8).
         aliases: names for modules whose paths differ between frameworks: `{"blocks/*": {"torch": "transformer/h/*",
             "tensorflow": "block_*", "jax": "h_*"}}`. Every glob over paths accepts them in addition to the framework's
@@ -79,6 +80,7 @@ class Recipe(Record, kw_only=True):
     scaler: LossScaler | str | None = None
     optimizer: AnyOptimizer = AdamW()
     clip_norm: float | None = None
+    clip_value: float | None = None
     accumulate_steps: int = 1
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     _loss_scaler: ClassVar[LossScaler]  # per instance, no field; every step reads it
@@ -92,6 +94,7 @@ class Recipe(Record, kw_only=True):
             scaler: LossScaler | str | None = None,
             optimizer: AnyOptimizer = ...,
             clip_norm: float | None = None,
+            clip_value: float | None = None,
             accumulate_steps: int = 1,
             aliases: Mapping[str, Mapping[str, str]] = ...,
         ) -> None: ...
@@ -120,15 +123,8 @@ class Recipe(Record, kw_only=True):
                 f"optimizer must be one of polyamp's specs ({', '.join(SPEC_NAMES)}) or a framework's own optimizer. "
                 f"Received: {_format_argument('optimizer', optimizer)}.{_optimizer_hint(optimizer)}"
             )
-        clip, steps = self.clip_norm, self.accumulate_steps
-        if clip is not None and (
-            isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < math.inf
-        ):
-            off = " For no clipping: clip_norm=None." if clip == 0 and not isinstance(clip, bool) else ""
-            raise RecipeError(
-                f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.{off}"
-                f"{plain_number_hint(clip)}"
-            )
+        check_clip_limits(self.clip)
+        steps = self.accumulate_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise RecipeError(
                 f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
@@ -141,6 +137,11 @@ class Recipe(Record, kw_only=True):
                 f"Received: policy={self.policy}, scaler={self.loss_scaler.kind!r}. Use Policy('mixed_float16'), or "
                 "scaler=LossScaler.off() to train in float16 as it is."
             )
+
+    @property
+    def clip(self) -> ClipLimits:
+        """The limits of the gradients."""
+        return ClipLimits(self.clip_norm, self.clip_value)
 
     def _share_aliases(self) -> None:
         """Make recipe and policy share aliases, so `recipe.policy.autocast(model)` reads overrides as the step does."""

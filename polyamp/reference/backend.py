@@ -320,7 +320,7 @@ def _commit_update(
         return msgspec.structs.replace(state, **counted)
     recipe = state.recipe
     wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of values applied to masters (S1)
-    clipped = clip.clip_transformation(recipe.clip_norm, wide(norm), XP)
+    clipped = clip.clip_transformation(recipe.clip, wide(norm), XP)
     parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
     for name, value in _existing_gradients(grads).items():
         counts[name] = np.asarray(counts[name] + 1, np.int32)

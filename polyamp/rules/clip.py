@@ -1,7 +1,7 @@
-"""S11: clipping of the unscaled gradients by their global norm.
+"""S11: clipping of the unscaled gradients, by their global norm or by value.
 
 `clip_transformation` is the one function that a backend applies to gradients. torch's kernels take `clip_factor` in the
-divisor that unscales.
+divisor that unscales, and clamp in place.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyamp.array_namespace import ArrayNamespace
+from polyamp.recipe.clip_limits import ClipLimits
 
 
 def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace) -> Any:
@@ -23,19 +24,24 @@ def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace) -> Any:
     return limit / xp.maximum(norm, limit)
 
 
-def clip_transformation(max_norm: float | None, norm: Any, xp: ArrayNamespace) -> Callable[[Any], Any]:
+def clip_transformation(limits: ClipLimits, norm: Any, xp: ArrayNamespace) -> Callable[[Any], Any]:
     """Return the function that clips one gradient.
 
     Args:
-        max_norm: maximum of the global norm, or None.
+        limits: the recipe's.
         norm: global norm of all gradients, scalar.
         xp: the framework's array namespace.
 
     >>> from polyamp.array_namespace import PYTHON
-    >>> clip_transformation(1.0, 4.0, PYTHON)(2.0), clip_transformation(None, 4.0, PYTHON)(2.0)
-    (0.5, 2.0)
+    >>> clip_transformation(ClipLimits(norm=1.0), 4.0, PYTHON)(2.0)
+    0.5
+    >>> clip_transformation(ClipLimits(value=1.5), 4.0, PYTHON)(-2.0)
+    -1.5
     """
-    if max_norm is None:
-        return lambda grad: grad
-    factor = clip_factor(norm, max_norm, xp)
-    return lambda grad: grad * xp.asarray(factor, grad)
+    if limits.norm is not None:
+        factor = clip_factor(norm, limits.norm, xp)
+        return lambda grad: grad * xp.asarray(factor, grad)
+    if limits.value is not None:
+        largest = limits.value
+        return lambda grad: xp.minimum(xp.maximum(grad, xp.asarray(-largest, grad)), xp.asarray(largest, grad))
+    return lambda grad: grad

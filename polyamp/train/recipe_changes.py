@@ -50,6 +50,7 @@ def recipe_settings(recipe: Recipe, native: Mapping[str, Any] | None = None) -> 
         "scaler": recipe.loss_scaler.to_dict(),
         "optimizer": plain_data(optimizer) if is_spec(optimizer) else dict(native or {}),
         "clip_norm": plain_data(recipe.clip_norm),
+        **({} if recipe.clip_value is None else {"clip_value": plain_data(recipe.clip_value)}),
         "accumulate_steps": recipe.accumulate_steps,
     }
     decoded: RecipeSettings = msgspec.json.decode(msgspec.json.encode(plain))  # as read back from a file

@@ -50,7 +50,7 @@ def _commit_update(
     """
     recipe, running = state.recipe, grads.running
     extra = OptaxExtraArguments(grads.loss, values)
-    values = jax.tree.map(clip.clip_transformation(recipe.clip_norm, norm, XP), values)
+    values = jax.tree.map(clip.clip_transformation(recipe.clip, norm, XP), values)
     idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
     even = state.lagging is not None and state.lagging <= idle
     params, opt_state = update_parameters(

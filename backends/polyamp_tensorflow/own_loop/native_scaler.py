@@ -74,12 +74,13 @@ def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
 
     Args:
         scaler: the scaler.
-        **options: `optimizer`, the optimizer to wrap; and `clip_norm`, `accumulate_steps`.
+        **options: `optimizer`, the optimizer to wrap; and `clip_norm`, `clip_value`, `accumulate_steps`.
 
     Raises:
         RecipeError: no optimizer to wrap.
     """
-    check_options(options, ("optimizer", "clip_norm", "accumulate_steps"), function="native", backend="tensorflow")
+    known = ("optimizer", "clip_norm", "clip_value", "accumulate_steps")
+    check_options(options, known, function="native", backend="tensorflow")
     if "optimizer" not in options:
         raise RecipeError(
             "native('tensorflow') wraps a Keras optimizer or one of polyamp's specs. Received: no optimizer. Call "
@@ -105,11 +106,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         name: name of the optimizer, as in Keras.
         scaler: the scaler, as a keyword.
         clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
+        clip_value: largest magnitude of each of their elements (S11), or None. Excludes `clip_norm`.
         accumulate_steps: calls of `apply` per update (S8). Between updates only the sum of gradients changes.
         **options: arguments that Keras's wrapper accepts for older files; only their defaults are allowed.
 
     Attributes:
-        scaler, clip_norm, accumulate_steps: as given; the scaler as a `LossScaler`.
+        scaler, clip_norm, clip_value, accumulate_steps: as given; the scaler as a `LossScaler`.
         initial_scale, dynamic_growth_steps: the scaler's first scale and growth interval.
         dynamic_scale: the scale, float32 scalar variable; `step_counter`: the finite steps since it grew.
 
@@ -138,19 +140,20 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         *,
         scaler: LossScaler | str | None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         accumulate_steps: int = 1,
         **options: Any,
     ) -> None:
         given = pop_inner_optimizer(inner_optimizer, options)
         check_scaler_options(options)
         scaler = scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
-        values: Any = {"scaler": scaler, "clip_norm": clip_norm, "accumulate_steps": accumulate_steps}
-        Recipe(policy="mixed_float16", **values)  # a recipe checks all three
+        values: Any = {"scaler": scaler, "clip_norm": clip_norm, "clip_value": clip_value}
+        Recipe(policy="mixed_float16", accumulate_steps=accumulate_steps, **values)  # a recipe checks them
         inner = SpecOptimizer(given) if is_spec(given) else given
         check_inner_optimizer(inner, clip_norm)
         super().__init__(inner, initial_scale=scaler.init_scale, dynamic_growth_steps=scaler.growth_interval, name=name)
         self.scaler = scaler
-        self.clip_norm = clip_norm
+        self.clip_norm, self.clip_value = clip_norm, clip_value
         self.accumulate_steps = accumulate_steps
         start = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
         scale = LossScaleState(*(self._scalar(field, value) for field, value in start._asdict().items()))
@@ -398,6 +401,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "scaler": self.scaler.to_dict(),
             "clip_norm": self.clip_norm,
+            "clip_value": self.clip_value,
             "accumulate_steps": self.accumulate_steps,
         }
 
@@ -419,7 +423,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Args:
             optimizer: Keras's wrapper; if it is built, its scale and its count of good steps are copied.
             scaler: the new scaler; None for the constants of Keras's wrapper with polyamp's minimum scale.
-            **settings: `clip_norm`, `accumulate_steps`, `name`.
+            **settings: `clip_norm`, `clip_value`, `accumulate_steps`, `name`.
 
         Raises:
             RecipeError: not Keras's wrapper.

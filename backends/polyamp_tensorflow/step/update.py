@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.errors import GradientError
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, step_checks
@@ -81,9 +82,8 @@ def _write_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _Sta
 def _apply_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _StateUpdate) -> None:
     """Write the running state and the clipped gradients."""
     state.write_running_state(update.running)
-    parameters, clip_norm = state.variables.parameters, state.recipe.clip_norm
-    pairs = [(variable, update.gradients.get(name)) for name, variable in parameters.items()]
-    run_optimizer(state.optimizer, run, pairs, update.norm, clip_norm)
+    pairs = [(variable, update.gradients.get(name)) for name, variable in state.variables.parameters.items()]
+    run_optimizer(state.optimizer, run, pairs, update.norm, state.recipe.clip)
 
 
 def run_optimizer(
@@ -91,7 +91,7 @@ def run_optimizer(
     run: replicas.ReplicaRun,
     pairs: Sequence[tuple[Any, Any]],
     norm: Any,
-    clip_norm: float | None,
+    limits: ClipLimits,
     *,
     warn: bool = False,
 ) -> None:
@@ -102,13 +102,13 @@ def run_optimizer(
         run: runs a function in every replica.
         pairs: every variable with its gradient, or None if it is unused.
         norm: the gradients' norm.
-        clip_norm: largest norm; None for no clipping.
+        limits: limits of the gradients.
         warn: whether Keras warns about unused variables.
     """
     variables, present = [variable for variable, _ in pairs], [gradient is not None for _, gradient in pairs]
 
     def update(gradients: list[Any], norm: Any) -> None:
-        clipped = map(clip.clip_transformation(clip_norm, norm, XP), gradients)
+        clipped = map(clip.clip_transformation(limits, norm, XP), gradients)
         optimizer.apply([next(clipped) if own else None for own in present], variables)
 
     unused = [variable for variable, gradient in pairs if gradient is None]

@@ -16,7 +16,13 @@ import torch
 
 from polyamp.rules import clip
 from polyamp_torch.arrays import XP
-from polyamp_torch.compat import flatten_dense_tensors, foreach_div_, foreach_norm
+from polyamp_torch.compat import (
+    flatten_dense_tensors,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_div_,
+    foreach_norm,
+)
 
 _PIECE_SIZE: Final = 65536
 """Elements in one sum: short sums are exact to 1e-6, while a sum over millions of elements is off by 1e-4."""
@@ -134,6 +140,13 @@ def divide_gradients_(grads: list[torch.Tensor], by: torch.Tensor, *, alike: boo
     """Divide gradients in place by a float64 scalar, first rounded to their dtype, at least float32."""
     for bucket in [grads] if alike else bucket_by_device_and_dtype(grads):
         foreach_div_(bucket, cast_scalar_for_bucket(bucket, by))
+
+
+def clamp_gradients_(grads: list[torch.Tensor], largest: float, *, alike: bool = False) -> None:
+    """Clip gradients by value in place: to `[-largest, largest]` (S11)."""
+    for bucket in [grads] if alike else bucket_by_device_and_dtype(grads):
+        foreach_clamp_min_(bucket, -largest)
+        foreach_clamp_max_(bucket, largest)
 
 
 def unscale_then_clip_(grads: list[torch.Tensor], scale: torch.Tensor | None, factor: torch.Tensor) -> None:

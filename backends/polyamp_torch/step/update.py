@@ -27,6 +27,7 @@ from polyamp_torch.step import optimizers
 from polyamp_torch.step.forward_backward import NamedGradients, stash_grads
 from polyamp_torch.step.grad_stats import (
     can_read_without_sync,
+    clamp_gradients_,
     divide_gradients_,
     global_norm_and_finite,
     unscale_and_clip_divisor,
@@ -256,15 +257,17 @@ def _update(
             return
         if by is not None and by.item() == 1.0:
             by = None
-    values = grads.values
+    values, largest = grads.values, state.recipe.clip_value
     if grads.places is not None:
-        if by is not None:
+        if by is not None or largest is not None:
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
     values = state.plain(values)
     if by is not None:
         by = _divide_unless_fused(state, values, measured.scale, measured.norm, by)
+    if largest is not None:
+        clamp_gradients_(values, largest, alike=state.one_device)
     shards = state.shards
     with (
         NULL_CONTEXT
@@ -332,7 +335,7 @@ def _divide_unless_fused(
     ):
         unscale_then_clip_(values, scale, clip.clip_factor(norm, limit, XP))
         return None
-    if optimizers.has_grad_scale(state.optimizer):
+    if optimizers.has_grad_scale(state.optimizer) and state.recipe.clip_value is None:
         return by.float()
     divide_gradients_(values, by, alike=state.one_device)
     return None

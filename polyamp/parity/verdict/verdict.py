@@ -74,7 +74,7 @@ def compare_traces(
         phase, one, two = by_phase[name]
         same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
         tolerance = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, same_policy)
-        clips = any(recipe is not None and recipe.clip_norm is not None for recipe in recipes)
+        clips = any(recipe is not None and any(recipe.clip) for recipe in recipes)
         comparison = _PhaseComparison(labels, phase, tolerance, alignment, (one.trace, two.trace), clips)
         wider = by_phase[wider_phase[name]][1:] if wider_phase[name] in by_phase else ()
         wider_steps = itertools.chain(

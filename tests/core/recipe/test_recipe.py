@@ -186,6 +186,12 @@ BAD_TOML: list[tuple[str, str]] = [
     ("clip_nrom = 1.0", r"Recipe has the keys policy, .*Received: 'clip_nrom'\. Did you mean 'clip_norm'\?$"),
     ("clip_norm = 'x'", r"Expected `float \| null`, got `str` - at `\$\.clip_norm`"),
     ("clip_norm = -1.0", r"clip_norm must be None or a finite number above 0\. Received: clip_norm=-1\.0"),
+    (
+        "clip_value = 0.0",
+        r"clip_value must be None or a finite number above 0\. Received: .*: clip_value=None",
+    ),
+    ("clip_norm = 1.0\nclip_value = 1.0", r"clip_norm and clip_value are two ways to clip, of which a recipe has one"),
+    ("clipvalue = 1.0", r"Received: 'clipvalue'\. Did you mean 'clip_value'"),
     ("clip_norm = inf", r"clip_norm must be None or a finite number above 0\. Received: clip_norm=inf"),
     ("accumulate_steps = 2.5", r"Expected `int`, got `float` - at `\$\.accumulate_steps`"),
     ("accumulate_steps = 0", r"accumulate_steps must be an integer of at least 1\. Received: accumulate_steps=0"),
@@ -327,7 +333,7 @@ def test_replace() -> None:
     recipe = Recipe(clip_norm=1.0).replace(policy="mixed_float16", accumulate_steps=2)
     assert (recipe.policy, recipe.clip_norm, recipe.accumulate_steps) == (Policy("mixed_float16"), 1.0, 2)
     assert recipe.loss_scaler.kind == "dynamic"
-    with pytest.raises(RecipeError, match=r"Recipe has the fields policy, scaler, optimizer, clip_norm, acc"):
+    with pytest.raises(RecipeError, match=r"Recipe has the fields policy, scaler, optimizer, clip_norm, clip_value, "):
         recipe.replace(clip=1.0)
     with pytest.raises(RecipeError, match=r"Received: a, b\."):
         recipe.replace(b=1, a=2)

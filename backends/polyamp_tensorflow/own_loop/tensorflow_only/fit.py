@@ -104,6 +104,7 @@ def compile(  # noqa: A001  # Keras's word for it
             make_optimizer(recipe, parameters, resolve_groups(model, recipe, parameters)),
             recipe.loss_scaler,
             clip_norm=recipe.clip_norm,
+            clip_value=recipe.clip_value,
             accumulate_steps=recipe.accumulate_steps,
         )
         optimizer.build(model.trainable_variables)

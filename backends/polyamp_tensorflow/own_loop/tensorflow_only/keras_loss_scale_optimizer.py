@@ -25,11 +25,12 @@ _BASE_DEFAULTS: Final[dict[str, Any]] = {
 _POLYAMP_ARGUMENTS: Final[dict[str, str]] = {
     "clipnorm": "clip_norm",
     "global_clipnorm": "clip_norm",
+    "clipvalue": "clip_value",
     "gradient_accumulation_steps": "accumulate_steps",
 }
 """Those with an equivalent in polyamp's wrapper -> its name."""
 _NAMES: Final = ("inner_optimizer", "initial_scale", "dynamic_growth_steps", "name", "scaler", "clip_norm",
-                 "accumulate_steps")  # fmt: skip
+                 "clip_value", "accumulate_steps")  # fmt: skip
 _WRAPPER_VARIABLES: Final = 4
 """Keras's variables before the inner optimizer's: an unused count and learning rate, good steps, scale."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules.update_decision import GradStats, decide
 from polyamp_tensorflow.arrays import XP, assign_values, native_variable
@@ -130,4 +131,5 @@ def _apply_without(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpd
     known = {id(v): gradient for v, gradient in zip(call.variables, values.unscaled, strict=True) if id(v) not in ids}
     pairs = [(variable, known.get(id(variable))) for variable in call.all_variables]
     optimizer = call.optimizer
-    run_optimizer(optimizer.inner_optimizer, run, pairs, values.norm, optimizer.clip_norm, warn=True)
+    limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value)
+    run_optimizer(optimizer.inner_optimizer, run, pairs, values.norm, limits, warn=True)

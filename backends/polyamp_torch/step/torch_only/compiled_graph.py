@@ -217,6 +217,8 @@ class CompiledGraph:
             narrow = by if total[0].dtype == torch.float64 else by.float()
             finite = finite & torch.isfinite(narrow)
             total = [_to_float32(value) / narrow for value in total]
+        if recipe.clip_value is not None:
+            total = [value.clamp(-recipe.clip_value, recipe.clip_value) for value in total]
         stats = GradStats(norm.float(), finite, weight)
         decision = decide(scaler, scale_state, step, stats, [finite], "all", XP)
         checked = decision.finite

@@ -40,7 +40,7 @@ def update_parameters(
         chosen: (new, old) -> the one that the step's decision selects.
     """
     recipe = state.recipe
-    clipped = clip.clip_transformation(recipe.clip_norm, measured.norm, XP)
+    clipped = clip.clip_transformation(recipe.clip, measured.norm, XP)
     rates = [member.rate(state.step, XP) for member in state.groups.distinct]
     parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
     for path, value in grads.values.items():

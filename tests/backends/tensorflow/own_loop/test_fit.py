@@ -96,12 +96,13 @@ def test_masks_and_sparse_gradients() -> None:
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_a_spec_in_fit_is_the_spec_in_the_step() -> None:
+@pytest.mark.parametrize("clip", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["norm", "value"])
+def test_a_spec_in_fit_is_the_spec_in_the_step(clip: dict[str, float]) -> None:
     """S21: the same formula, clip and schedule, whoever keeps the loop."""
     recipe = polyamp.Recipe(
         optimizer=polyamp.adamw(polyamp.schedules.warmup_cosine(1e-2, warmup_steps=2, total_steps=8), eps=1e-3),
-        clip_norm=0.1,
         scaler=polyamp.LossScaler(init_scale=64.0),
+        **clip,
     )
     x, y = rows()
     fitted, stepped = make_model(norm=False), make_model(norm=False)

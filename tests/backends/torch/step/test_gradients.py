@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -340,6 +341,32 @@ def test_s10_off_the_cpu_nothing_is_read(name: str, clip: float | None, monkeypa
             run(state, item(gain, seed))
     assert reads.count == 0
     assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_s11_a_clip_by_value_is_torchs(name: str, compiled: bool, scale: float, way: str) -> None:
+    """With fused kernels, formulas and in a compiled step: the loop with `clip_grad_value_` by hand."""
+    optimizer = {"adamw": polyamp.adamw(0.01), "sgd": polyamp.sgd(0.5), "rmsprop": polyamp.rmsprop(0.01)}[name]
+    recipe = polyamp.Recipe(optimizer=optimizer, clip_value=0.02, scaler=polyamp.LossScaler.static(scale))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    by_hand = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}[name]
+    own = by_hand(twin.parameters(), optimizer.learning_rate)  # type: ignore[arg-type]  # a number
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(loss_fn, recipe, compile={"backend": "eager"} if compiled else False)
+    for seed in range(3):
+        state, _ = step(state, item(1.0, seed))
+        own.zero_grad()
+        loss_fn(twin, {key: torch.from_numpy(value) for key, value in item(1.0, seed).items()}).backward()
+        grads = [p.grad for p in twin.parameters() if p.grad is not None]
+        assert max(float(grad.abs().max()) for grad in grads) > 0.02
+        nn.utils.clip_grad_value_(twin.parameters(), 0.02)
+        own.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
