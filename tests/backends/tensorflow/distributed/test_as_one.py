@@ -140,7 +140,7 @@ def test_s09_the_step_sends_what_the_loop_by_hand_sends(accumulate_steps: int, t
     state = on(two_cpus, recipe, norm=True)
     step = polyamp.train_step(lambda m, b: (loss_fn(m, b), {"first": b[:, 0]}), recipe)
     step(state, ROWS[0])
-    (ours,) = [program for programs in state.programs.values() for program in programs.values()]
+    (ours,) = [program.function for programs in state.programs.values() for program in programs.values()]
 
     with two_cpus.scope():
         own = model(norm=True)

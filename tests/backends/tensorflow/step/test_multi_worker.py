@@ -230,7 +230,7 @@ def statistics(strategy: Any) -> dict[str, Any]:
         assert bool(result.skipped) == bool(number % 2)
         seen["after"].append(repr([*weights(model), *(np.asarray(v).tolist() for v in state.optimizer.variables)]))
     seen["aux"] = result.aux.numpy().tolist()
-    (program,) = [program for programs in state.programs.values() for program in programs.values()]
+    (program,) = [program.function for programs in state.programs.values() for program in programs.values()]
     graph = program.get_concrete_function((tf.TensorSpec((4, 4)), tf.TensorSpec((4, 1)))).graph.as_graph_def()
     nodes = [*graph.node, *(node for own in graph.library.function for node in own.node_def)]
     seen["collectives"] = sum("Collective" in node.op and "Group" not in node.op for node in nodes)

@@ -243,7 +243,7 @@ def jit_of(policy: str, **options: Any) -> Any:
     step = polyamp.train_step(loss_fn, made, **options)
     step(state, batch())
     ((program,),) = [list(programs.values()) for programs in state.programs.values()]
-    return program._jit_compile
+    return program.function._jit_compile
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="XLA is chosen for float16 on a CPU")
