@@ -24,6 +24,7 @@ from polyamp_tensorflow.arrays import XP, at_least_float32, is_floating, to_dens
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
 from polyamp_tensorflow.step.state import States, TensorFlowState
+from polyamp_tensorflow.step.tensorflow_only.scalar_reads import share_scalar_reads
 from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
 
 
@@ -109,7 +110,8 @@ def run_optimizer(
 
     def update(gradients: list[Any], norm: Any) -> None:
         clipped = map(clip.clip_transformation(limits, norm, XP), gradients)
-        optimizer.apply([next(clipped) if own else None for own in present], variables)
+        with share_scalar_reads(optimizer):
+            optimizer.apply([next(clipped) if own else None for own in present], variables)
 
     unused = [variable for variable, gradient in pairs if gradient is None]
     with replicas.skip_gradient_reduction(optimizer), skip_unused_parameters(optimizer, unused, warn=warn):
