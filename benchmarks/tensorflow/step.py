@@ -7,7 +7,8 @@ the one of Keras's own guide, without the global norm that polyamp's step report
     bfloat16       mixed_bfloat16, outside XLA
     float16        mixed_float16, under XLA on both sides (outside it float16 is not usable on some CPUs)
     Keras's Adam   the bfloat16 row with keras.optimizers.Adam in the recipe, in the place of polyamp's spec
-    XLA            polyamp's bfloat16 step under XLA against outside of it, and with --slow the float16 step
+    XLA            polyamp's bfloat16 step under XLA against outside of it and against Keras's under XLA; with --slow
+                   also the float16 step against outside of it
     block          a transformer block in bfloat16 over the same in float32, both polyamp's
     host reads     values that polyamp's step takes to the host
     growth         from 200 to 1000 weights of 8x8, bfloat16 with loss scaling and clipping: microseconds a weight; with
@@ -225,6 +226,10 @@ def makers(settings: Settings, *, slow: bool) -> Iterator[tuple[str, Callable[[]
         one(lambda: against_keras("Keras's Adam, bfloat16", "bfloat16", target=None, optimizer=keras_adam())),
     )
     yield "XLA: bfloat16", one(lambda: under_xla("bfloat16"))
+    yield (
+        "XLA: bfloat16, Keras",
+        one(lambda: against_keras("XLA: bfloat16, over Keras's step", "bfloat16", jit=True, target=None)),
+    )
     if slow:
         yield "XLA: float16", one(lambda: under_xla("float16", share=0.2))
     yield "block", one(block)
