@@ -22,6 +22,8 @@ from polyamp_jax.step.optimizers import leaves_like
 from polyamp_jax.step.state import JaxState
 
 _SMALL_SIZE: Final = 2**14  # elements; on a 2-core CPU a separate pass costs more than copying so few
+_LOWEST: Final = 2.0**-60
+"""A sum of squares below it may have lost squares that are too small for float32."""
 
 
 def global_norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +33,7 @@ def global_norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]
 
     A sum of squares overflows from 2^64 on and loses values below 2^-63. There a sum over gradients times a power of
     two replaces it. An accelerator computes all sums in one pass (`_three_sums`). XLA's CPU backend runs a separate
-    pass for every sum. There a second sum, with the power that the first requires, is faster (`_two_sums`).
+    pass for every sum. There the other sums are computed only if the first is out of range (`_one_sum`).
     Measurements and the compiled programs: `docs/measurements/jax_loss_scaling.md`.
 
     Inside `shard_map` a gradient that varies over its axes is a shard, and the norm is that of all shards: one
@@ -80,7 +82,7 @@ def sharded_norm_and_finite(state: JaxState, values: Any) -> tuple[jax.Array, ja
 def _local_norm_and_finite(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
     if any(map(is_auto_sharded, leaves)):
         return _three_sums(leaves)
-    norm, finite = jax.lax.platform_dependent(leaves, cpu=_two_sums, default=_three_sums)
+    norm, finite = jax.lax.platform_dependent(leaves, cpu=_one_sum, default=_three_sums)
     return norm, finite
 
 
@@ -106,44 +108,46 @@ def _count_once(part: jax.Array, axes: Sequence[Any]) -> jax.Array:
     return part
 
 
-def _two_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
-    """Return norm and finite flag from two sums. The first selects a power of two for the second.
+def _one_sum(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
+    """Return norm and finite flag from one sum of squares, and from two further ones if that one is out of range.
 
-    The second sum is finite exactly when every gradient is. Sums propagate NaN, a maximum under XLA does not. (Scaling
-    by max |g| takes twice as long on a CPU, where maxima are not vectorised.) The power must depend on the data: with
-    a constant c, XLA turns (g * c) * (g * c) into (g * g) * (c * c), and c * c into 0 or inf. Small gradients are
-    concatenated; otherwise the calls would cost more than the sums.
+    Small gradients are concatenated; otherwise the calls would cost more than the sums. The conditional is for a CPU
+    only: a GPU's host would wait for the flag (S10). Its result is the norm, not the sum: XLA would otherwise copy the
+    chain of additions into every select on the flag.
     """
     parts = [g for g in leaves if g.size >= _SMALL_SIZE]
     small = [jnp.ravel(g) for g in leaves if g.size < _SMALL_SIZE]
     parts += [jnp.concatenate(small)] if small else []
-
-    def squares(factor: Any) -> jax.Array:
-        return _sum_arrays([jnp.square(g * jnp.asarray(factor, g.dtype)) for g in parts])
-
-    plain = squares(1.0)
-    shrinking = jnp.where(jnp.isfinite(plain), 1.0, 2.0**-80)
-    factor = jnp.where(plain < 2.0**-60, 2.0**63, shrinking)
-    # flag of the root, not of the sum: XLA would otherwise copy the chain of additions into every select on the flag
-    root = jnp.sqrt(squares(factor))
-    return (root / factor).astype(root.dtype), jnp.isfinite(root)
+    plain = _sum_arrays([jnp.square(g) for g in parts])
+    norm, finite = jax.lax.cond(
+        (plain >= _LOWEST) & jnp.isfinite(plain),
+        lambda _: (jnp.sqrt(plain), jnp.isfinite(plain)),
+        lambda parts: _three_sums(parts, plain),
+        parts,
+    )
+    return norm, finite
 
 
-def _three_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
+def _three_sums(leaves: list[Any], plain: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return norm and finite flag from three sums of squares: of g, g * 2^63 and g * 2^-80. Uses the one in range.
 
     The sums do not depend on one another, so XLA computes them in one multi-output pass. The bounds change no sum that
-    is used. They keep the enlarged sum finite and prevent XLA from factoring the constants out of the squares, as in
-    `_two_sums`. NaN is detected in the plain sum, even if a bound removes it elsewhere.
+    is used. They keep the enlarged sum finite and prevent XLA from factoring the constants out of the squares: it turns
+    (g * c) * (g * c) into (g * g) * (c * c), and c * c into 0 or inf. NaN is detected in the plain sum, even if a bound
+    removes it elsewhere: a sum propagates NaN, a maximum under XLA does not.
+
+    Args:
+        leaves: the gradients.
+        plain: the first sum, if it is known.
     """
-    plain = _sum_arrays([jnp.square(g) for g in leaves])
+    plain = _sum_arrays([jnp.square(g) for g in leaves]) if plain is None else plain
     enlarged = _sum_arrays([jnp.square(jnp.minimum(jnp.abs(g * 2.0**63), 2.0**40)) for g in leaves])
     shrunk = _sum_arrays([jnp.square(jnp.maximum(jnp.abs(g * 2.0**-80), 2.0**-60)) for g in leaves])
     return _norm_in_range(plain, enlarged, shrunk), jnp.isfinite(shrunk) & ~jnp.isnan(plain)
 
 
 def _norm_in_range(plain: jax.Array, enlarged: jax.Array, shrunk: jax.Array) -> jax.Array:
-    inner = jnp.where(plain < 2.0**-60, jnp.sqrt(enlarged) * 2.0**-63, jnp.sqrt(plain))
+    inner = jnp.where(plain < _LOWEST, jnp.sqrt(enlarged) * 2.0**-63, jnp.sqrt(plain))
     return jnp.where(jnp.isinf(plain), jnp.sqrt(shrunk) * 2.0**80, inner)
 
 

@@ -158,12 +158,15 @@ def test_parameters_are_cast_once_for_all_micro_batches(
 def test_the_compiled_step_waits_for_nothing(
     make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, backend: Any
 ) -> None:
-    """Skipping is an elementwise select inside the update: no conditional, no transfer, masters updated in place."""
+    """Skipping is an elementwise select inside the update: no transfer, masters updated in place.
+
+    The one conditional is a CPU's own, which has no host to wait for: a norm out of range is summed again.
+    """
     chosen = recipe(optimizer=polyamp.adamw(1e-3), clip_norm=1.0)
     state = polyamp.init(make_kind("linen", norm=True).model, chosen)
     compiled = backend.train_step(loss_fn, chosen).lower(state, batch()).compile()
     text = compiled.as_text()
-    assert " conditional(" not in text
+    assert re.findall(r"= (.*) conditional\(", text) == ["(f32[], pred[])"]
     assert "callback" not in text
     aliased = compiled.memory_analysis().alias_size_in_bytes
     assert aliased >= 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)), (
