@@ -118,6 +118,9 @@ RULES: Final = _rule_table()
 """Primitive name -> rule."""
 
 MOVES: Final = frozenset(MOVE.split())
+SHAPE_CHANGES: Final = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+"""Moves that change a shape. If the number of elements stays, a cast before one is the same as a cast after it."""
+
 PRODUCTS: Final = frozenset(COMPUTE.split())
 STRUCTURES: Final = frozenset(STRUCTURE.split())
 

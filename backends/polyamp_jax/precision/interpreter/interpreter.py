@@ -7,6 +7,7 @@ interpreter runs under any JAX transformation, so its operations can be differen
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,16 @@ from polyamp_jax.precision.interpreter.program_value import (
     literal_value,
 )
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
-from polyamp_jax.precision.op_list import LOGARITHMS, MOVES, REDUCTIONS, SCATTERS, STRUCTURES, OpRule, rules_for
+from polyamp_jax.precision.op_list import (
+    LOGARITHMS,
+    MOVES,
+    REDUCTIONS,
+    SCATTERS,
+    SHAPE_CHANGES,
+    STRUCTURES,
+    OpRule,
+    rules_for,
+)
 
 StructureRule = Callable[["Interpreter", compat.JaxprEqn, list[ProgramValue]], list[ProgramValue]]
 """Function that rebuilds an operation with inner programs, given the interpreter for these and the operands."""
@@ -276,6 +286,8 @@ class Interpreter:
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
         traits = _result_traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")
+        if traits.leaf and _keeps_every_element(eqn, name):
+            return [ProgramValue(out[0], operands[0].declared, traits, recast=_recast_before(eqn, operands[0]))]
         return [program_value(array, var.aval, traits) for var, array in zip(eqn.outvars, out, strict=True)]
 
     def _bind(
@@ -409,6 +421,19 @@ def _result_traits(eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue]
         is_upcast=is_upcast,
         sensitive=sensitive or (is_upcast and name in REDUCTIONS),
     )
+
+
+def _keeps_every_element(eqn: compat.JaxprEqn, name: str) -> bool:
+    """Return whether an operation changes the shape of its operand only: no element is dropped or repeated."""
+    if name not in SHAPE_CHANGES or len(eqn.invars) != 1:
+        return False
+    before, after = compat.atom_shape(eqn.invars[0]), compat.atom_shape(eqn.outvars[0])
+    return math.prod(before) == math.prod(after)
+
+
+def _recast_before(eqn: compat.JaxprEqn, operand: ProgramValue) -> Callable[[Any], Any]:
+    """Return the function from a dtype to the operation's result on the operand cast to that dtype."""
+    return lambda dtype: compat.bind_equation(eqn, [operand.array(dtype)], eqn.params)[0]
 
 
 def _is_python_number(aval: Any) -> bool:

@@ -73,15 +73,29 @@ class ProgramValue:
 
     It is cast at most once per dtype, so several operations share the cast of an activation. The casts of a leaf are
     not shared, so that gradients of a parameter with several uses are summed in float32. (XLA merges the casts.)
+
+    Args:
+        array: its array.
+        declared: its declared dtype.
+        traits: its traits.
+        constant: the number, if it is one.
+        recast: for a leaf in another shape, the function from a dtype to the array cast *before* the change of shape.
+            The gradient is then widened after it, next to the optimizer, where XLA fuses the cast.
     """
 
-    __slots__ = ("_array", "_casts", "constant", "declared", "traits")
+    __slots__ = ("_array", "_casts", "_recast", "constant", "declared", "traits")
 
     def __init__(
-        self, array: Any, declared: Any, traits: ValueTraits = NO_TRAITS, constant: DtypelessConstant | None = None
+        self,
+        array: Any,
+        declared: Any,
+        traits: ValueTraits = NO_TRAITS,
+        constant: DtypelessConstant | None = None,
+        recast: Callable[[Any], Any] | None = None,
     ) -> None:
         self._array = array
         self._casts: dict[Any, Any] = {}
+        self._recast = recast
         self.declared = declared
         self.traits = traits
         self.constant = constant
@@ -120,7 +134,7 @@ class ProgramValue:
         if made is None:
             if note is not None:
                 note(self._array.dtype, dtype)
-            made = jax.lax.convert_element_type(self._array, dtype)
+            made = jax.lax.convert_element_type(self._array, dtype) if self._recast is None else self._recast(dtype)
             if not self.traits.leaf:
                 self._casts[dtype] = made
         return made

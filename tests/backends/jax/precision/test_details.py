@@ -51,6 +51,31 @@ def test_a_bias_inside_is_added_in_16_bits(name: str) -> None:
     assert [floats(e.invars) for e in found if e.primitive.name == "add"] == [{"float16"}]
 
 
+SHAPES: dict[str, Callable[[Any], Any]] = {
+    "reshape": lambda b: b.reshape(1, -1),
+    "expand_dims": lambda b: b[None],
+    "squeeze": lambda b: b.reshape(1, 1, -1)[0],
+    "transpose": lambda b: b.reshape(-1, 1).T,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_parameter_in_another_shape_is_cast_before_it_takes_it(name: str) -> None:
+    """Its gradient is widened last, next to the optimizer, where XLA fuses the cast. Two uses are summed in float32."""
+
+    def run(b: Any, x: Any) -> Any:
+        return HALF.autocast(lambda b, x: x @ W + SHAPES[name](b))(b, x).astype("float32")
+
+    b, x = X[0], X[:1]
+    casts = [e.invars[0].aval.shape for e in equations(run, b, x) if e.params.get("new_dtype") == np.float16]
+    assert sorted(casts) == sorted([b.shape, x.shape, W.shape])
+    program = jax.make_jaxpr(jax.grad(lambda b: run(b, x).sum()))(b).jaxpr
+    (last,) = [eqn for eqn in program.eqns if program.outvars[0] in eqn.outvars]
+    assert (last.primitive.name, last.invars[0].aval.dtype) == ("convert_element_type", np.float16)
+    twice = jax.grad(lambda b: (2048 * run(b, x) + run(b, x)).sum())(b)
+    np.testing.assert_array_equal(twice, np.full(b.shape, 2049.0, np.float32), "2048 in float16")
+
+
 def test_a_jit_is_rewritten_for_every_number_it_is_called_with() -> None:
     inner = jax.jit(lambda x, n: jnp.tanh(x) * n)
     run = HALF.autocast(lambda w, x: (inner(x @ w, 2.0), inner(x @ w, 3.0), inner(x @ w, 2)))
