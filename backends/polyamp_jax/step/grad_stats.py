@@ -5,6 +5,7 @@ This module also unscales gradients (S7) and fits them to the structure of their
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -118,7 +119,7 @@ def _one_sum(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
     parts = [g for g in leaves if g.size >= _SMALL_SIZE]
     small = [jnp.ravel(g) for g in leaves if g.size < _SMALL_SIZE]
     parts += [jnp.concatenate(small)] if small else []
-    plain = _sum_arrays([jnp.square(g) for g in parts])
+    plain = _add([_sum_of_squares(g) for g in parts])
     norm, finite = jax.lax.cond(
         (plain >= _LOWEST) & jnp.isfinite(plain),
         lambda _: (jnp.sqrt(plain), jnp.isfinite(plain)),
@@ -140,9 +141,9 @@ def _three_sums(leaves: list[Any], plain: jax.Array | None = None) -> tuple[jax.
         leaves: the gradients.
         plain: the first sum, if it is known.
     """
-    plain = _sum_arrays([jnp.square(g) for g in leaves]) if plain is None else plain
-    enlarged = _sum_arrays([jnp.square(jnp.minimum(jnp.abs(g * 2.0**63), 2.0**40)) for g in leaves])
-    shrunk = _sum_arrays([jnp.square(jnp.maximum(jnp.abs(g * 2.0**-80), 2.0**-60)) for g in leaves])
+    plain = _add([_sum_of_squares(g) for g in leaves]) if plain is None else plain
+    enlarged = _add([_enlarged_sum(g) for g in leaves])
+    shrunk = _add([_shrunk_sum(g) for g in leaves])
     return _norm_in_range(plain, enlarged, shrunk), jnp.isfinite(shrunk) & ~jnp.isnan(plain)
 
 
@@ -151,8 +152,23 @@ def _norm_in_range(plain: jax.Array, enlarged: jax.Array, shrunk: jax.Array) -> 
     return jnp.where(jnp.isinf(plain), jnp.sqrt(shrunk) * 2.0**80, inner)
 
 
-def _sum_arrays(arrays: Sequence[Any]) -> jax.Array:
-    return jnp.stack([jnp.sum(array) for array in arrays]).sum()
+def _add(sums: Sequence[Any]) -> jax.Array:
+    return jnp.stack(sums).sum()
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for all gradients of one shape
+def _sum_of_squares(grad: Any) -> jax.Array:
+    return jnp.sum(jnp.square(grad))
+
+
+@functools.partial(jax.jit, inline=True)
+def _enlarged_sum(grad: Any) -> jax.Array:
+    return jnp.sum(jnp.square(jnp.minimum(jnp.abs(grad * 2.0**63), 2.0**40)))
+
+
+@functools.partial(jax.jit, inline=True)
+def _shrunk_sum(grad: Any) -> jax.Array:
+    return jnp.sum(jnp.square(jnp.maximum(jnp.abs(grad * 2.0**-80), 2.0**-60)))
 
 
 def unscale_leaf(leaf: Any, scale: Any | None, dtype: Any = jnp.float32) -> jax.Array:

@@ -237,9 +237,8 @@ class _Formula(NamedTuple):
         columns = [jax.tree.leaves(state.slots[slot]) for slot in names]
         leaves = zip(specs, jax.tree.leaves(params), jax.tree.leaves(grads), numbers, *columns, strict=True)
         for spec, param, grad, number, *row in leaves:
-            old = dict(zip(names, row, strict=True))
-            keep = functools.partial(_select_slots, finite, old)
-            new, own = spec.update(XP, param, grad, old, rates[spec], number, keep=keep)
+            run = _update_in_trace if isinstance(param, jax.core.Tracer) else _update_parameter
+            new, own = run(spec, param, grad, dict(zip(names, row, strict=True)), rates[spec], number, finite)
             made.append(new)
             for slot in names:
                 slots[slot].append(own[slot])
@@ -280,6 +279,18 @@ def _initial_slot(spec: OptimizerSpec, slot: str, leaf: Any) -> Any:
     if slot in spec.slot_shapes:
         return jnp.full(spec.slot_shape(slot, leaf.shape), spec.initial(slot), leaf.dtype)
     return jnp.full_like(leaf, spec.initial(slot))  # sharded as the parameter
+
+
+def _update_parameter(
+    spec: OptimizerSpec, param: Any, grad: Any, slots: dict[str, Any], rate: Any, number: Any, finite: Any | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return one parameter's new value, not yet selected by `finite`, and its selected slots."""
+    keep = functools.partial(_select_slots, finite, slots)
+    return spec.update(XP, param, grad, slots, rate, number, keep=keep)
+
+
+_update_in_trace: Any = jax.jit(_update_parameter, static_argnums=0, inline=True)
+"""`_update_parameter` inside a trace: the same operations, of which Python writes those of each shape only once."""
 
 
 def _select_slots(finite: Any | None, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
