@@ -104,7 +104,7 @@ SUITES["distributed-jax"] = Suite(
     65,
     {"XLA_FLAGS": f"{xla.FLAGS if xla.known() else ''} --xla_force_host_platform_device_count=4"},
 )
-SUITES["conformance-jax"].command.extend(["-k", f"not {BITS}"])
+SUITES["conformance-jax"].command.extend(["-p", "tests.conformance.other_platforms", "-k", f"not {BITS}"])
 SUITES["conformance-jax-bits"] = Suite([*CONFORMANCE, "--polyamp-backend=jax", "-k", BITS], 20)
 
 ALL = tuple(name for name in SUITES if not name.startswith("smoke-"))

@@ -1,4 +1,7 @@
-"""Steps lowered for CUDA and TPU on a machine without either: what would run there, as far as a program says it."""
+"""Steps lowered for CUDA and TPU on a machine without either: what would run there, as far as a program says it.
+
+The conformance suite's steps are lowered so too, by `tests/conformance/other_platforms.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from flax import linen as nn
 
 import polyamp
 from polyamp import losses
+from polyamp.contract import registry
+from tests.conformance.other_platforms import check_program
 
 PLATFORMS = ("cuda", "tpu")
 NARROW = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}
@@ -65,3 +70,23 @@ def test_masters_and_moments_leave_the_step_as_they_came() -> None:
     assert head is not None
     assert "xf32>" in head[1]
     assert "bf16" not in head[1] + head[2]
+
+
+FAULTS = {
+    "products in other dtypes": lambda m, x: jnp.mean(m(x).astype("float32") @ jnp.ones((4, 4))),
+    "a branch that depends on data": lambda m, x: jax.lax.cond(jnp.mean(m(x)) > 0, m, lambda x: 2.0 * m(x), x).mean(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_conformance_suites_check_finds(fault: str) -> None:
+    recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1))
+    x, params = jnp.ones((4, 4)), {"w": jnp.ones((4, 4))}
+
+    def check(loss_fn: Any) -> None:
+        state = polyamp.init((lambda p, x: x @ p["w"], params), recipe)
+        check_program(registry.get("jax").train_step(loss_fn, recipe), state, x)
+
+    check(lambda m, x: jnp.mean(m(x)))
+    with pytest.raises(AssertionError, match=fault):
+        check(FAULTS[fault])
