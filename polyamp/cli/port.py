@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,6 +32,14 @@ Names = Annotated[
         help="Renames the source's paths (divided by /) where names do not tell. Repeatable; applied in turn.",
     ),
 ]
+Rows = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rows",
+        metavar="GLOB=channels|none",
+        help="Whether dense layers of the target (paths divided by /) take flattened channels. Repeatable.",
+    ),
+]
 Strict = Annotated[
     bool, typer.Option("--strict/--no-strict", help="Refuse layers without a partner, or leave and report them.")
 ]
@@ -51,6 +59,7 @@ def port(
     like: Like = None,
     into: Into = None,
     names: Names = None,
+    rows: Rows = None,
     strict: Strict = True,
     from_: From = None,
     to: To = None,
@@ -87,6 +96,7 @@ def port(
                 like=like,
                 into=into,
                 names=dict(_parse_renaming(item) for item in names or ()),
+                rows=dict(_parse_rows(item) for item in rows or ()) or None,
                 strict=strict,
                 source_format=from_,
                 target_format=to,
@@ -109,6 +119,14 @@ def _parse_renaming(item: str) -> tuple[str, str]:
     if not equals or not pattern:
         raise ArgumentError(f"--names takes REGEX=REPLACEMENT, such as '^encoder/=backbone/'. Received: {item!r}.")
     return pattern, replacement
+
+
+def _parse_rows(item: str) -> tuple[str, Literal["channels"] | None]:
+    """Parse GLOB=channels or GLOB=none."""
+    glob, _, value = item.rpartition("=")
+    if not glob or value not in ("channels", "none"):
+        raise ArgumentError(f"--rows takes GLOB=channels or GLOB=none, such as 'fc=channels'. Received: {item!r}.")
+    return glob, "channels" if value == "channels" else None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Comparison for `port(..., check=batch)`: runs both models on one batch in float32, compares outputs and gradients."""
+"""Comparison for `port(..., check=batch)`: outputs and gradients of both models on one batch in float32."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
-from polyamp.porting.layouts.lazy_array import Array, Lazy
-from polyamp.porting.matching.attribute_differences import Difference, format_differences
+from polyamp.porting.layouts.lazy_array import Array
+from polyamp.porting.matching.attribute_differences import format_differences
 from polyamp.porting.matching.flatten_order import ChannelOrder
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.model_side import ModelSide
+from polyamp.porting.port_report import CheckResult
+from polyamp.porting.transfer_plan import TransferPlan
 from polyamp.trees import map_tree
 
 OUTPUT_TOLERANCE: Final = 1e-5
@@ -27,7 +29,6 @@ GRADIENT_TOLERANCE: Final = 1e-4
 _FLOOR: Final = 1e-2
 """Smallest denominator of a gradient's relative error, as a share of the largest gradient value of all parameters. Some
 gradients are 0 except for rounding, such as that of a key's bias."""
-_SEED: Final = 0
 _MAX_LISTED: Final = 8
 """Largest number of layers listed in a message."""
 
@@ -60,112 +61,43 @@ class Batch:
         return check if isinstance(check, Batch) else cls(check)
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckResult:
-    """Errors measured by a check.
-
-    Attributes:
-        outputs: largest relative error of the outputs: the largest difference over the largest output.
-        gradients: "path/array" of the target -> relative error of its gradient.
-        modules: path of a layer of the target -> relative error of its output, if both sides report it.
-    """
-
-    outputs: float
-    gradients: Mapping[str, float]
-    modules: Mapping[str, float]
-
-    def __str__(self) -> str:
-        worst = max(self.gradients, key=self.gradients.__getitem__, default=None)
-        said = f"checked in float32: outputs within {self.outputs:.1e}"
-        if worst is None:
-            return said
-        return f"{said}, gradients of {len(self.gradients)} parameters within {self.gradients[worst]:.1e} ({worst})"
-
-
-def fill_and_check(
-    source: ModelSide,
-    target: ModelSide,
-    leaves: Mapping[str, Lazy],
-    pairs: Sequence[LayerMatch],
-    orders: Mapping[str, ChannelOrder],
-    batch: Batch,
-    differences: Sequence[Difference],
-) -> tuple[Any, CheckResult]:
-    """Fill the target, verify that it computes what the source computes, and return it.
+def compare_evaluations(
+    source: ModelSide, target: ModelSide, plan: TransferPlan, evaluations: tuple[Evaluation, Evaluation], batch: Batch
+) -> CheckResult:
+    """Return the errors of outputs and gradients of two evaluations.
 
     An error message also lists attributes that differ, because they are its likely cause.
 
+    Args:
+        source: the source.
+        target: the target.
+        plan: the transfer.
+        evaluations: of the source, and of the target with the source's values.
+        batch: the tolerances.
+
     Raises:
-        PortError: the target computes something else; its old values are then restored.
+        PortError: the target computes something else.
     """
-    assert target.converter is not None
-    if source.converter is None:
-        raise PortError(
-            "check= runs both models, and the source is no model but its weights. Port without it, or give the model."
-        )
-    kept = {
-        leaf.name: Lazy.of(_copy_array(leaf.array))
-        for layer in target.inventory.layers
-        for leaf in layer.leaves.values()
-        if target.converter.in_place and leaf.name in leaves
-    }
-    filled = target.converter.fill(target.model, leaves)
-    try:
-        return filled, _compare_models(source, target._replace(model=filled), pairs, orders, batch, differences)
-    except BaseException:
-        if kept:
-            target.converter.fill(filled, kept)
-        raise
-
-
-def _copy_array(array: Lazy) -> Array:
-    return np.array(array.read())
-
-
-def _compare_models(
-    source: ModelSide,
-    target: ModelSide,
-    pairs: Sequence[LayerMatch],
-    orders: Mapping[str, ChannelOrder],
-    batch: Batch,
-    differences: Sequence[Difference],
-) -> CheckResult:
-    assert source.converter is not None
-    assert target.converter is not None
+    one, two = evaluations
     adapter = ChannelOrderAdapter(source.inventory, target.inventory)
-    given: list[Array] = []
-    shapes: list[list[list[int]]] = []
-
-    def ours(outputs: Sequence[Array]) -> list[Array]:
-        rng = np.random.default_rng(_SEED)
-        given[:] = [np.asarray(rng.standard_normal(output.shape), np.float32) for output in outputs]
-        return given
-
-    def theirs(outputs: Sequence[Array]) -> list[Array]:
-        turned_back = [adapter.array(each) for each in given]
-        shapes[:] = [[list(each.shape) for each in group] for group in (turned_back, outputs)]
-        alike = shapes[0] == shapes[1]
-        return turned_back if alike else [np.zeros(output.shape, np.float32) for output in outputs]
-
-    one = source.converter.evaluate(source.model, _pack_batch(batch.source), ours)
-    two = target.converter.evaluate(target.model, _pack_batch(batch.target), theirs)
-    modules = _module_errors(one, two, pairs, adapter)
-    lines = _call_orders(source.inventory, target.inventory, pairs, one)
+    differences = plan.comparison.differences
+    modules = _module_errors(one, two, plan.pairs, adapter)
+    lines = _call_orders(source.inventory, target.inventory, plan.pairs, one)
     where = _locate_divergence(modules, batch.outputs, lines, {each.target for each in differences})
     said = "".join(f"\n  {each}" for each in format_differences(differences))
     why = f"\nThe weights do not carry these, and they differ:{said}" if said else ""
+    expected = [adapter.array(output) for output in one.outputs]
+    shapes = [[list(each.shape) for each in group] for group in (expected, two.outputs)]
     if shapes[0] != shapes[1]:
         raise PortError(
             f"check: the source's outputs have shapes {shapes[0]} and the target's {shapes[1]}. {where}{why}"
         )
-    outputs = max(
-        (_relative_error(adapter.array(a), b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0
-    )
+    outputs = max((relative_error(a, b) for a, b in zip(expected, two.outputs, strict=True)), default=0.0)
     if not outputs <= batch.outputs:
         raise PortError(
             f"check: the outputs differ by {outputs:.1e} (relative), {batch.outputs:g} is allowed. {where}{why}"
         )
-    gradients = _gradient_errors(one, two, pairs, orders)
+    gradients = _gradient_errors(one, two, plan.pairs, plan.channel_orders)
     worst = max(gradients, key=gradients.__getitem__, default=None)
     if worst is not None and not gradients[worst] <= batch.gradients:
         first = next(name for name, error in gradients.items() if not error <= batch.gradients)
@@ -200,14 +132,7 @@ class ChannelOrderAdapter:
         return map_tree(lambda leaf: self.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
-def _pack_batch(batch: Any) -> Any:
-    """Return a copy of a batch with arrays in C order. torch's convolutions take another stride order as a requested
-    layout, and their backward pass can then end the process (2.13 on the CPU). A copy is needed, because an axis of
-    length 1 may have any stride."""
-    return map_tree(lambda leaf: leaf.copy("C") if isinstance(leaf, np.ndarray) else leaf, batch)
-
-
-def _relative_error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
+def relative_error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
     """Return the largest difference over the largest value; infinite if only one side has a NaN at some position."""
     if ours.shape != theirs.shape:
         return float("inf")
@@ -236,7 +161,7 @@ def _module_errors(
         output, other = shown
         mine = adapter.array(output) if adapter.array(output).shape == other.shape else output
         if np.squeeze(mine).shape == np.squeeze(other).shape:
-            found[name] = _relative_error(np.squeeze(mine), np.squeeze(other))
+            found[name] = relative_error(np.squeeze(mine), np.squeeze(other))
         elif not _can_broadcast(mine.shape, other.shape):  # else one side repeats rows that the other returns once
             found[name] = float("inf")
     return found
@@ -330,7 +255,7 @@ def _gradient_errors(
         if each.target.path in orders:
             ours = orders[each.target.path].apply(ours)
         for name in (name for name in ours if name in theirs):
-            found[f"{each.target.path}/{name}"] = _relative_error(
+            found[f"{each.target.path}/{name}"] = relative_error(
                 ours[name].read(), theirs[name].read(), _FLOOR * largest
             )
     return found

@@ -18,6 +18,7 @@ from polyamp.errors import ArgumentError, PortError, did_you_mean
 from polyamp.files import as_path
 from polyamp.porting.files import canonical_file, file_formats
 from polyamp.porting.layouts.canonical_model import to_canonical
+from polyamp.porting.matching.flatten_order import Rows
 from polyamp.porting.model_side import ModelSide, export, make_model_side
 from polyamp.porting.port import plan_values, transfer_model
 from polyamp.porting.port_report import PortedLayer, PortReport
@@ -60,6 +61,7 @@ def convert(
     into: str | None = None,
     names: Mapping[str, str] | None = None,
     strict: bool = True,
+    rows: Rows | None = None,
     source_format: str | None = None,
     target_format: str | None = None,
     dry_run: bool = False,
@@ -73,6 +75,7 @@ def convert(
         into: "package.module:build", a function that builds the target model, called without arguments.
         names: see `polyamp.port`.
         strict: see `polyamp.port`.
+        rows: see `polyamp.port`.
         source_format: format of the source if the file does not identify it: "canonical", or a backend's name.
         target_format: the same for the target.
         dry_run: do everything except writing.
@@ -100,7 +103,7 @@ def convert(
     found = file_formats.file_inventory(source, source_format)
     if like is not None:
         layout = file_formats.file_inventory(like, target_format)
-        _, leaves, report = plan_values(found, layout, names, strict=strict)
+        leaves, report = plan_values(found, layout, names, strict=strict, rows=rows)
         if not dry_run:
             with track_reads("filling the target", leaves) as shown:
                 file_formats.write_like(goal, shown, Path(like), target_format)
@@ -125,8 +128,8 @@ def convert(
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."
         )
     if dry_run:
-        return plan_values(found, side.inventory, names, strict=strict)[2]
-    ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None)
+        return plan_values(found, side.inventory, names, strict=strict, rows=rows)[1]
+    ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None, rows=rows)
     if chosen == file_formats.CANONICAL:
         save(ported, goal)
     else:

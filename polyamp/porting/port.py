@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from polyamp.errors import PortError, describe_value, join_first
-from polyamp.porting.check import Batch, ChannelOrderAdapter, fill_and_check
+from polyamp.porting.check import Batch
 from polyamp.porting.layouts.canonical_model import Canonical
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.matching.flatten_order import ChannelOrder
+from polyamp.porting.matching.flatten_order import ChannelOrder, Rows
+from polyamp.porting.model_run import fill_and_check, make_model_sides, trace_plan
 from polyamp.porting.model_side import ModelSide, make_model_side
-from polyamp.porting.port_errors import dtype_error
 from polyamp.porting.port_report import PortReport
 from polyamp.porting.progress import track_reads
 from polyamp.porting.states.port_state import port_state
 from polyamp.porting.states.training_side import is_training_side
-from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan
+from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan, new_leaf_values
 
 _Target = TypeVar("_Target")
 
@@ -30,6 +30,7 @@ def load(
     names: Mapping[str, str] | None = None,
     strict: bool = True,
     batch: Any = None,
+    rows: Rows | None = None,
 ) -> tuple[_Target, PortReport]:
     """Fill a model with the values of a `Canonical`; `port` with a previously exported source.
 
@@ -39,6 +40,7 @@ def load(
         names: see `port`.
         strict: see `port`.
         batch: inputs for the target; see `export`.
+        rows: see `port`.
 
     Raises:
         PortError: as for `port`. The target is then unchanged.
@@ -49,7 +51,9 @@ def load(
             f"{describe_value(canonical)}. polyamp.port(source, target) takes models."
         )
     ours = ModelSide(canonical.inventory(), None, canonical)
-    return transfer_model(ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None)
+    return transfer_model(
+        ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None, rows=rows
+    )
 
 
 def port(
@@ -58,6 +62,8 @@ def port(
     *,
     names: Mapping[str, str] | None = None,
     strict: bool = True,
+    rows: Rows | None = None,
+    batch: Any = None,
     check: Any = None,
 ) -> tuple[_Target, PortReport]:
     """Copy a model's weights and running statistics, or a whole training state, to a model or state of another
@@ -77,17 +83,22 @@ def port(
             determine a match: `{r"^encoder/": "backbone/"}`.
         strict: False keeps layers without a partner unchanged, casts if dtypes differ, continues if the recipes of
             two states differ, and reports all three.
-        check: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout; not for training
-            states. Both run in float32, and outputs and every parameter's gradient are compared. They also identify
-            the layers of linen and haiku models. `porting.Batch` sets separate inputs for each side, and tolerances.
+        rows: glob over the target's paths of dense layers -> "channels" for a layer next to a flatten of channels (its
+            rows, or its columns before a reshape), None for one that is not: `{"fc": "channels", "film/*": None}`.
+            Needed only where the channels are first on one side and last on the other, and there is no batch.
+        batch: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout. Both run in
+            float32, which shows the order in which dense layers take flattened channels. They also identify the layers
+            of linen and haiku models. `porting.Batch` sets separate inputs for each side.
+        check: the same; outputs and every parameter's gradient are compared too, within the tolerances of
+            `porting.Batch`. Not for training states.
 
     Returns:
         The target with the values, and a report: `print(report)`.
 
     Raises:
-        PortError: a layer has no partner, layers cannot be distinguished, shapes or dtypes differ, the target lacks a
-            formula, or with `check` the outputs or gradients differ. For training states also: optimizers are of two
-            kinds, or recipes differ. The target is unchanged.
+        PortError: a layer has no partner, layers cannot be distinguished, the order of a layer's rows is not known,
+            shapes or dtypes differ, the target lacks a formula, or with `check` the outputs or gradients differ. For
+            training states also: optimizers are of two kinds, or recipes differ. The target is unchanged.
         ModelError: a model without variables, or not a model.
         UnsupportedError: the backend's models cannot be moved.
 
@@ -102,31 +113,27 @@ def port(
         True
     """
     if is_training_side(source) or is_training_side(target):
-        return _transfer_state(source, target, names, strict, check)
-    given = None if check is None else Batch.of(check)
-    ours = make_model_side(source, None if given is None else given.source, "port(source, target)", files=True)
-    theirs = make_model_side(target, None if given is None else given.target, "port(source, target)")
-    if given is not None and given.target is None:  # the target's channel position is known now
-        given = dataclasses.replace(
-            given, target=ChannelOrderAdapter(ours.inventory, theirs.inventory).tree(given.source)
-        )
-        theirs = make_model_side(target, given.target, "port(source, target)")
-    return transfer_model(ours, theirs, names, strict, given)
-
-
-def _transfer_state(
-    source: Any, target: Any, names: Mapping[str, str] | None, strict: bool, check: Any
-) -> tuple[Any, PortReport]:
-    if check is not None:
-        raise PortError(
-            "check= compares models, before or after the training states move: polyamp.port(source.model, a_model, "
-            "check=batch). Received: check= with a training state."
-        )
-    return port_state(source, target, names=names, strict=strict)
+        if check is not None:
+            raise PortError(
+                "check= compares models, before or after the training states move: polyamp.port(source.model, a_model, "
+                "check=batch). Received: check= with a training state. batch= shows the order of rows alone."
+            )
+        return port_state(source, target, names=names, strict=strict, rows=rows, batch=batch)
+    if check is not None and batch is not None:
+        raise PortError("check= runs both models, as batch= does, and compares them. Give one of them. Received: both.")
+    ours, theirs, given = make_model_sides(source, target, batch if check is None else check)
+    return transfer_model(ours, theirs, names, strict, given, rows=rows, check=check is not None)
 
 
 def transfer_model(
-    source: ModelSide, target: ModelSide, names: Mapping[str, str] | None, strict: bool, given: Any
+    source: ModelSide,
+    target: ModelSide,
+    names: Mapping[str, str] | None,
+    strict: bool,
+    batch: Batch | None,
+    *,
+    rows: Rows | None = None,
+    check: bool = True,
 ) -> tuple[Any, PortReport]:
     """Fill the target with the source's values, and return it with the report; implements `port` and `load`.
 
@@ -135,24 +142,40 @@ def transfer_model(
         target: side that receives them.
         names: see `port`.
         strict: see `port`.
-        given: the batches of a check; None without a check.
+        batch: inputs for a run of both models; None without one.
+        rows: see `port`.
+        check: whether outputs and gradients of the run are compared.
     """
-    plan, leaves, report = plan_values(source.inventory, target.inventory, names, strict=strict)
+    plan = make_transfer_plan(source.inventory, target.inventory, names, strict=strict, rows=rows)
     assert target.converter is not None
-    if given is None:
-        with track_reads("filling the target", leaves) as shown:
-            return target.converter.fill(target.model, shown), report
-    filled, measured = fill_and_check(
-        source, target, leaves, plan.pairs, plan.channel_orders, given, plan.comparison.differences
-    )
-    return filled, dataclasses.replace(report, checked=measured)
+    if batch is not None and check:
+        filled, plan, measured = fill_and_check(source, target, plan, batch, strict=strict)
+        _, report = _leaves_and_report(plan, source.inventory, target.inventory, strict=strict)
+        return filled, dataclasses.replace(report, checked=measured)
+    if batch is not None and source.converter is not None:
+        plan = trace_plan(source, target, plan, batch, strict=strict)
+    plan = plan.without_questions(strict=strict)
+    leaves, report = _leaves_and_report(plan, source.inventory, target.inventory, strict=strict)
+    with track_reads("filling the target", leaves) as shown:
+        return target.converter.fill(target.model, shown), report
 
 
 def plan_values(
-    source: Inventory, target: Inventory, names: Mapping[str, str] | None, *, strict: bool
-) -> tuple[TransferPlan, dict[str, Lazy], PortReport]:
-    """Return the plan of a transfer, the new value of every leaf of the target by name, and the report."""
-    plan = make_transfer_plan(source, target, names, strict=strict)
+    source: Inventory,
+    target: Inventory,
+    names: Mapping[str, str] | None,
+    *,
+    strict: bool,
+    rows: Rows | None = None,
+) -> tuple[dict[str, Lazy], PortReport]:
+    """Return the new value of every leaf of the target by name, and the report, without a run of the models."""
+    plan = make_transfer_plan(source, target, names, strict=strict, rows=rows).without_questions(strict=strict)
+    return _leaves_and_report(plan, source, target, strict=strict)
+
+
+def _leaves_and_report(
+    plan: TransferPlan, source: Inventory, target: Inventory, *, strict: bool
+) -> tuple[dict[str, Lazy], PortReport]:
     leaves, merges = new_leaf_values(plan, target, strict=strict)
     comparison = plan.comparison
     notes = [
@@ -162,43 +185,11 @@ def plan_values(
         *_describe_left_arrays(source),
     ]
     report = PortReport(plan.moved, comparison.differences, merges, notes, plan.missing, plan.unused, comparison.unseen)
-    return plan, leaves, report
-
-
-def new_leaf_values(plan: TransferPlan, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
-    """Return the new value of every leaf of the target by name, and notes about merged arrays."""
-    leaves: dict[str, Lazy] = {}
-    merges: list[str] = []
-    wrong: list[str] = []
-    for each in plan.pairs:
-        arrays = each.fit.source.arrays(each.source.arrays)
-        if each.target.path in plan.channel_orders:
-            arrays = plan.channel_orders[each.target.path].apply(arrays)
-        merges += [f"{each.target.path}: {phrase}" for phrase in each.fit.target.losses(arrays)]
-        for name, value in each.fit.target.leaves(arrays, each.target.arrays).items():
-            leaf = each.target.leaves[name]
-            if leaf.tied is not None:
-                continue
-            if value.dtype != leaf.array.dtype:
-                if strict:
-                    wrong.append(f"{leaf.name}: {leaf.array.dtype} here, {value.dtype} in the source")
-                value = _lazy_cast(value, leaf.array.dtype)
-            leaves[leaf.name] = value
-    if wrong:
-        raise dtype_error(wrong, target)
-    return leaves, merges
-
-
-def _lazy_cast(value: Lazy, dtype: Any) -> Lazy:
-    return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
+    return leaves, report
 
 
 def _describe_orders(orders: Mapping[str, ChannelOrder]) -> list[str]:
-    return [
-        f"{path}: {'rows' if order.rows else 'columns'} put from channels {'first' if order.first else 'last'} to "
-        f"channels {'last' if order.first else 'first'}, for {order.neighbour} beside it has {order.channels} channels"
-        for path, order in orders.items()
-    ]
+    return [f"{path}: {order.describe()}" for path, order in orders.items()]
 
 
 def _describe_left_arrays(source: Inventory) -> list[str]:

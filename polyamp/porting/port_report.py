@@ -1,16 +1,12 @@
-"""`PortReport`, the result and notes of a `port`, and the tables in its errors."""
+"""`PortReport`, the result and notes of a `port`, `CheckResult` in it, and the tables in its errors."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.matching.attribute_differences import Difference, format_differences
-
-if TYPE_CHECKING:
-    from polyamp.porting.check import CheckResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +24,28 @@ class PortedLayer:
     target: str
     kind: str
     told: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """Errors measured by a check.
+
+    Attributes:
+        outputs: largest relative error of the outputs: the largest difference over the largest output.
+        gradients: "path/array" of the target -> relative error of its gradient.
+        modules: path of a layer of the target -> relative error of its output, if both sides report it.
+    """
+
+    outputs: float
+    gradients: Mapping[str, float]
+    modules: Mapping[str, float]
+
+    def __str__(self) -> str:
+        worst = max(self.gradients, key=self.gradients.__getitem__, default=None)
+        said = f"checked in float32: outputs within {self.outputs:.1e}"
+        if worst is None:
+            return said
+        return f"{said}, gradients of {len(self.gradients)} parameters within {self.gradients[worst]:.1e} ({worst})"
 
 
 @dataclasses.dataclass(frozen=True)

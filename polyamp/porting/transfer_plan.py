@@ -1,4 +1,5 @@
-"""`make_transfer_plan`, which matches two inventories, compares their attributes, and raises if they are incompatible.
+"""`make_transfer_plan`, which matches two inventories, compares their attributes, and raises if they are incompatible,
+and `new_leaf_values`, the values that it gives the target.
 
 The plan is common to moving a model and moving a training state. Models may have tied arrays, such as a head tied to an
 embedding, also if only one side ties them; the matching leaves out layers without arrays of their own.
@@ -7,7 +8,7 @@ embedding, also if only one side ties them; the matching leaves out layers witho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,16 @@ from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.attribute_differences import AttributeComparison, compare_attributes
-from polyamp.porting.matching.flatten_order import ChannelOrder, find_channel_orders, unknown_order_error
+from polyamp.porting.matching.flatten_order import (
+    ChannelOrder,
+    OrderQuestion,
+    Rows,
+    find_flatten_orders,
+    question_error,
+)
 from polyamp.porting.matching.matching import LayerMatch, Matching, match_layers
 from polyamp.porting.matching.rename_rules import check_rename_rules
-from polyamp.porting.port_errors import check_complete
+from polyamp.porting.port_errors import check_complete, dtype_error
 from polyamp.porting.port_report import PortedLayer
 
 
@@ -58,6 +65,8 @@ class TransferPlan(NamedTuple):
     Attributes:
         pairs: the layers that move.
         channel_orders: path of a target's dense layer -> its reordering.
+        questions: dense layers whose order is not known; a run of both models answers them.
+        traced: paths of the target's dense layers whose inputs may be flattened channels.
         comparison: comparison of settings that weights do not carry.
         tie_constraints: constraints on ties, checked once the values are known.
         missing: paths of the target's layers that stay unchanged; empty in a strict port.
@@ -66,6 +75,8 @@ class TransferPlan(NamedTuple):
 
     pairs: Sequence[LayerMatch]
     channel_orders: Mapping[str, ChannelOrder]
+    questions: Sequence[OrderQuestion]
+    traced: Sequence[str]
     comparison: AttributeComparison
     tie_constraints: TieConstraints
     missing: Sequence[str]
@@ -78,34 +89,98 @@ class TransferPlan(NamedTuple):
             PortedLayer(each.source.path, each.target.path, each.fit.target.kind, each.evidence) for each in self.pairs
         ]
 
+    def with_guesses(self) -> TransferPlan:
+        """Return the plan with the likeliest order where none is known."""
+        orders = dict(self.channel_orders)
+        for each in self.questions:
+            if each.guess is not None:
+                old = orders.get(each.path, ChannelOrder())
+                orders[each.path] = ChannelOrder(each.guess.rows or old.rows, each.guess.columns or old.columns)
+        return self._replace(channel_orders=orders, questions=())
+
+    def without_questions(self, *, strict: bool, why: Mapping[str, str] = {}) -> TransferPlan:
+        """Return the plan without the layers whose order is not known.
+
+        Args:
+            strict: whether such layers are an error.
+            why: path of a layer -> why a batch does not show its order.
+
+        Raises:
+            PortError: there are such layers, with `strict`.
+        """
+        if self.questions and strict:
+            raise question_error(self.questions, why)
+        unknown = {each.path for each in self.questions}
+        left = [each for each in self.pairs if each.target.path in unknown]
+        return self._replace(
+            pairs=[each for each in self.pairs if each.target.path not in unknown],
+            channel_orders={path: order for path, order in self.channel_orders.items() if path not in unknown},
+            questions=(),
+            missing=[*self.missing, *(each.target.path for each in left)],
+            unused=[*self.unused, *(each.source.path for each in left)],
+        )
+
 
 def make_transfer_plan(
-    source: Inventory, target: Inventory, names: Mapping[str, str] | None, *, strict: bool
+    source: Inventory,
+    target: Inventory,
+    names: Mapping[str, str] | None,
+    *,
+    strict: bool,
+    rows: Rows | None = None,
 ) -> TransferPlan:
-    """Return the plan of a transfer.
+    """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by one of
+    `with_guesses` and `without_questions`.
 
     Raises:
-        PortError: `names` is invalid; with `strict`, a layer cannot be moved.
+        PortError: `names` or `rows` is invalid; with `strict`, a layer cannot be moved.
     """
     found, tie_constraints = _match_with_ties(source, target, check_rename_rules(names))
     comparison = compare_attributes(source, target, found.pairs)
-    orders = find_channel_orders(source, target, found.pairs)
     excluded = check_complete(found, comparison, source, target, strict=strict)
-    if strict and (error := unknown_order_error(orders)) is not None:
-        raise error
-    unknown = {path for path, order in orders.items() if order.first is None}
-    pairs = [each for each in found.pairs if id(each) not in excluded and each.target.path not in unknown]
+    pairs = [each for each in found.pairs if id(each) not in excluded]
+    orders = find_flatten_orders(source, target, pairs, rows)
     moved = {id(each) for each in pairs}
     left = [each for each in found.pairs if id(each) not in moved]
     indistinguishable = [[layer.path for group in found.indistinguishable for layer in group[side]] for side in (0, 1)]
     return TransferPlan(
         pairs,
-        {path: order for path, order in orders.items() if path not in unknown},
+        orders.known,
+        orders.questions,
+        orders.traced,
         comparison,
         tie_constraints,
         [*(layer.path for layer in found.unmatched[1]), *indistinguishable[1], *(each.target.path for each in left)],
         [*(layer.path for layer in found.unmatched[0]), *indistinguishable[0], *(each.source.path for each in left)],
     )
+
+
+def new_leaf_values(plan: TransferPlan, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
+    """Return the new value of every leaf of the target by name, and notes about merged arrays."""
+    leaves: dict[str, Lazy] = {}
+    merges: list[str] = []
+    wrong: list[str] = []
+    for each in plan.pairs:
+        arrays = each.fit.source.arrays(each.source.arrays)
+        if each.target.path in plan.channel_orders:
+            arrays = plan.channel_orders[each.target.path].apply(arrays)
+        merges += [f"{each.target.path}: {phrase}" for phrase in each.fit.target.losses(arrays)]
+        for name, value in each.fit.target.leaves(arrays, each.target.arrays).items():
+            leaf = each.target.leaves[name]
+            if leaf.tied is not None:
+                continue
+            if value.dtype != leaf.array.dtype:
+                if strict:
+                    wrong.append(f"{leaf.name}: {leaf.array.dtype} here, {value.dtype} in the source")
+                value = _lazy_cast(value, leaf.array.dtype)
+            leaves[leaf.name] = value
+    if wrong:
+        raise dtype_error(wrong, target)
+    return leaves, merges
+
+
+def _lazy_cast(value: Lazy, dtype: Any) -> Lazy:
+    return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
 
 
 def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, str]) -> tuple[Matching, TieConstraints]:

@@ -5,7 +5,7 @@ An `MLP` has dense layers and batch normalisation, whose layout is the canonical
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -46,7 +46,13 @@ class ReferenceConverter:
             held.update({name: value for name, value in new.items() if name in held})
         return model
 
-    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+    def evaluate(
+        self,
+        model: Any,
+        batch: Any,
+        cotangents: Callable[[Sequence[Array]], Sequence[Array]],
+        inputs: Container[str] = (),
+    ) -> Evaluation:
         """Run one pass. Norms use the batch's own statistics: an `MLP` has no other mode."""
         watched = {name: Tensor(np.asarray(value, np.float32)) for name, value in model.parameters.items()}
         running = {name: np.asarray(value, np.float32) for name, value in model.running.items()}

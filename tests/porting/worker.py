@@ -229,7 +229,9 @@ class Played:
         """As the converter does."""
         return self.converter.fill(model, leaves)
 
-    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+    def evaluate(
+        self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]], inputs: Any = ()
+    ) -> Evaluation:
         """As it was: every library used the same cotangents."""
         cotangents(self.evaluation.outputs)
         return self.evaluation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,25 +16,27 @@ from polyamp_jax.porting.libraries.porting_library import find_library, make_cal
 from polyamp_jax.porting.libraries.stacked_layers import parse_slice_name
 
 
-def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]]) -> Evaluation:
+def evaluate(
+    model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]], inputs: Container[str] = ()
+) -> Evaluation:
     """Return outputs, gradients and the outputs of modules; see `Converter.evaluate`.
 
     Raises:
         ModelError: the model's arrays have no values yet.
     """
     of = find_library(model)
-    inputs = make_call_inputs(batch)
+    given = make_call_inputs(batch)
     there = of.arrays(model)
     wanted = {
         leaf.name: None if leaf.name in there else parse_slice_name(leaf.name)
-        for layer in of.inventory(model, inputs).layers
+        for layer in of.inventory(model, given).layers
         for leaf in layer.leaves.values()
         if leaf.trainable and leaf.tied is None and jnp.issubdtype(leaf.array.dtype, jnp.inexact)
     }
     trainable = {name if part is None else part[0] for name, part in wanted.items()}
     arrays = {name: _to_float32(name, array) for name, array in there.items()}
     held = of.replace_arrays(model, {name: array for name, array in arrays.items() if name not in trainable})
-    paths: list[str] = []
+    paths: list[tuple[str, bool]] = []
 
     @jax.jit
     def call(params: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -42,13 +44,14 @@ def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Seque
         paths.clear()
         trace = compat.trace_state()
 
-        def record(path: str, value: Any) -> None:
+        def record(path: str, value: Any, is_input: bool = False) -> None:
             # scans and recomputations run in their own trace; the root module's output is the model's
-            if path and isinstance(value, jax.Array) and compat.trace_state() == trace:
-                paths.append(path)
+            wanted = path in inputs and (path, True) not in paths if is_input else path
+            if wanted and isinstance(value, jax.Array) and compat.trace_state() == trace:
+                paths.append((path, is_input))
                 seen.append(value)
 
-        outputs = of.run(of.replace_arrays(held, params), inputs, record)
+        outputs = of.run(of.replace_arrays(held, params), given, record)
         return jax.tree.leaves(outputs), seen
 
     with jax.default_matmul_precision("float32"):
@@ -61,7 +64,10 @@ def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Seque
             name: np.asarray(gradients[name] if part is None else gradients[part[0]][part[1]])
             for name, part in wanted.items()
         },
-        {path: np.asarray(value) for path, value in zip(paths, seen, strict=True)},
+        *(
+            {path: np.asarray(value) for (path, is_input), value in zip(paths, seen, strict=True) if is_input is kind}
+            for kind in (False, True)
+        ),
     )
 
 

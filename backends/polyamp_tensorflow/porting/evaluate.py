@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -33,7 +33,9 @@ Array = np.ndarray[Any, Any]
 _CONVOLUTIONS: Final = {"conv", "conv_transpose"}
 
 
-def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+def evaluate(
+    model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]], inputs: Container[str] = ()
+) -> Evaluation:
     """Return outputs, gradients and the outputs of layers (see `Converter.evaluate`).
 
     Raises:
@@ -45,10 +47,11 @@ def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Seq
     args, kwargs = _arguments(batch)
     weights = {name: found.variables[name] for name in _trainable_names(found)}
     seen: dict[str, Array] = {}
+    taken: dict[str, Array] = {}
     with (
         _preserve_state(model),
         _force_float32(model),
-        _record_outputs(model, found.paths, seen),
+        _record_calls(model, found.paths, seen, taken, inputs),
         _gradient_tape() as tape,
     ):
         watched = [native_variable(variable) for variable in weights.values()]
@@ -64,6 +67,7 @@ def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Seq
         [to_numpy(output) for output in outputs],
         {name: _to_array(item, weights[name]) for name, item in zip(weights, gradients, strict=True)},
         seen,
+        taken,
     )
 
 
@@ -166,20 +170,36 @@ def _force_float32(model: Any) -> Iterator[None]:
         application.restore()
 
 
-def _record_outputs(
-    model: Any, paths: Mapping[int, str], seen: dict[str, Array]
+def _record_calls(
+    model: Any, paths: Mapping[int, str], seen: dict[str, Array], taken: dict[str, Array], inputs: Container[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Record each layer's output if it is a single array. For a layer called several times, the last one is kept."""
+    """Record each layer's output if it is a single array. For a layer called several times, the last one is kept. Of
+    the layers in `inputs`, also the first array that the first call takes."""
     named = ((module.layer, paths.get(id(module.layer), module.stable_path)) for module in list_layers(model))
-    return replace_calls((layer, _record_call(layer.call, path, seen)) for layer, path in named if path)
+    return replace_calls(
+        (layer, _record_call(layer.call, path, seen, taken if path in inputs else None))
+        for layer, path in named
+        if path
+    )
 
 
-def _record_call(call: Callable[..., Any], path: str, seen: dict[str, Array]) -> Callable[..., Any]:
+def _record_call(
+    call: Callable[..., Any], path: str, seen: dict[str, Array], taken: dict[str, Array] | None
+) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if taken is not None and path not in taken:
+            given = next((each for each in (*args, *kwargs.values()) if _has_values(each)), None)
+            if given is not None:
+                taken[path] = to_numpy(given)
         output = call(*args, **kwargs)
-        if tf.is_tensor(output) and hasattr(output, "numpy") and not isinstance(output, tf.RaggedTensor):
+        if _has_values(output):
             seen.pop(path, None)
             seen[path] = to_numpy(output)
         return output
 
     return watched
+
+
+def _has_values(value: Any) -> bool:
+    """Return whether a value is one array outside of a graph."""
+    return tf.is_tensor(value) and hasattr(value, "numpy") and not isinstance(value, tf.RaggedTensor)

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,9 @@ from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 Array = np.ndarray[Any, Any]
 
 
-def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+def evaluate(
+    model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]], inputs: Container[str] = ()
+) -> Evaluation:
     """Run one float32 pass; see `Converter.evaluate`.
 
     Raises:
@@ -40,9 +42,13 @@ def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Seq
     runs, parameters = _float32_copy(module)
     args, kwargs = _arguments(batch, device)
     modules: dict[str, Array] = {}
+    taken: dict[str, Array] = {}
     for name, part in runs.named_modules():
+        path = name.replace(".", "/")
+        if path in inputs:
+            part.register_forward_pre_hook(_input_hook(taken, path), with_kwargs=True)
         if name:
-            part.register_forward_hook(_output_hook(modules, name.replace(".", "/")))
+            part.register_forward_hook(_output_hook(modules, path))
     with _exact_float32(device):
         given = runs(*args, **kwargs)
         outputs = list(_flat_tensors(given))
@@ -63,7 +69,7 @@ def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Seq
         name: np.zeros(tuple(parameter.shape), np.float32) if gradient is None else _to_array(gradient)
         for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
     }
-    return Evaluation(known, gradients, modules)
+    return Evaluation(known, gradients, modules, taken)
 
 
 def _float32_copy(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Parameter]]:
@@ -128,6 +134,17 @@ def _output_hook(modules: dict[str, Array], path: str) -> Callable[..., None]:
             output = output[0]
         if isinstance(output, torch.Tensor) and path not in modules:
             modules[path] = _to_array(output)
+
+    return keep
+
+
+def _input_hook(taken: dict[str, Array], path: str) -> Callable[..., None]:
+    """Return a hook that stores the first tensor that a module's first call takes."""
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
+        if given is not None and path not in taken:
+            taken[path] = _to_array(given)
 
     return keep
 

@@ -30,9 +30,8 @@ from polyamp.porting.layouts.converter import HasConverter
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.model_side import ModelSide
-from polyamp.porting.port import new_leaf_values
 from polyamp.porting.states.training_state import ArrayMapping
-from polyamp.porting.transfer_plan import make_transfer_plan
+from polyamp.porting.transfer_plan import make_transfer_plan, new_leaf_values
 from polyamp.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class Participant:
         Raises:
             PortError: the models cannot be matched.
         """
-        plan = make_transfer_plan(source, self.inventory, names, strict=True)
+        plan = make_transfer_plan(source, self.inventory, names, strict=True).with_guesses()
         weights, _ = new_leaf_values(plan, self.inventory, strict=False)
         mappings = array_mappings(plan)
         return ParticipantAlignment([align(plan)], mappings.second, weights), mappings.first

@@ -258,10 +258,7 @@ class TraceRecorder:
 
 def _apply_flatten_order(mapping: ArrayMapping, arrays: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
     """Return the arrays of a dense layer next to a flatten in the first side's input order."""
-    order = mapping.order
-    if order is None or (order.rows and "kernel" not in arrays) or not arrays:
-        return arrays
-    return order.apply(arrays, back=True)
+    return arrays if mapping.order is None else mapping.order.apply(arrays, back=True)
 
 
 def _trainable_names(mapping: ArrayMapping) -> set[str]:

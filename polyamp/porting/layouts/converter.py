@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,11 +20,13 @@ class Evaluation(NamedTuple):
         outputs: the model's outputs as a flattened tree in a fixed order (dicts by key), in the framework's layout.
         gradients: name of a trainable leaf -> gradient of the sum of outputs times cotangents, in the leaf's shape.
         modules: path of a module -> its output, if that is one array; in the order in which calls ended.
+        inputs: path of a module -> the first array that its first call took, for the modules that were asked for.
     """
 
     outputs: Sequence[Array]
     gradients: Mapping[str, Array]
     modules: Mapping[str, Array]
+    inputs: Mapping[str, Array] = {}
 
 
 class Converter(Protocol):
@@ -56,13 +58,20 @@ class Converter(Protocol):
             The model itself if it is filled in place; in JAX a new model of the same structure and sharding.
         """
 
-    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+    def evaluate(
+        self,
+        model: Any,
+        batch: Any,
+        cotangents: Callable[[Sequence[Array]], Sequence[Array]],
+        inputs: Container[str] = (),
+    ) -> Evaluation:
         """Return outputs, gradients and the outputs of modules on a batch. The model stays unchanged.
 
         Args:
             model: the model.
             batch: an array, a tuple of positional arguments or a mapping of keyword arguments, NumPy.
             cotangents: function from the outputs to the cotangents of the gradient, in the outputs' shapes.
+            inputs: paths of modules whose inputs are returned too, if their calls can be observed.
         """
 
 

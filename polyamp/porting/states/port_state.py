@@ -9,6 +9,7 @@ is unchanged after an error.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ import numpy as np
 from polyamp.errors import PortError
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.layouts.operations import Merge
+from polyamp.porting.matching.flatten_order import Rows
+from polyamp.porting.model_run import make_model_sides, trace_plan
 from polyamp.porting.port_report import PortReport
 from polyamp.porting.states import recipe_comparison
 from polyamp.porting.states.training_side import TrainingSide, make_training_side
@@ -27,7 +30,7 @@ from polyamp.porting.states.training_state import (
     native_state_arrays,
     transfer_arrays,
 )
-from polyamp.porting.transfer_plan import make_transfer_plan
+from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.train import checkpoint_checks
 from polyamp.train.recipe_changes import SettingChange
@@ -86,7 +89,13 @@ class StateReport(PortReport):
 
 
 def port_state(
-    source: Any, target: Any, *, names: Mapping[str, str] | None = None, strict: bool = True
+    source: Any,
+    target: Any,
+    *,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+    rows: Rows | None = None,
+    batch: Any = None,
 ) -> tuple[Any, StateReport]:
     """Move a training state to another framework; `polyamp.port` for training states.
 
@@ -95,6 +104,8 @@ def port_state(
         target: a polyamp state or `training(...)`.
         names: see `port`.
         strict: see `port`; False also continues if the recipes differ.
+        rows: see `port`.
+        batch: see `port`.
 
     Returns:
         The target with everything but its random streams, and a report. In torch and Keras it is filled in place.
@@ -105,7 +116,10 @@ def port_state(
     """
     ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
     _check_same_slots(ours, theirs)
-    plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict)
+    plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict, rows=rows)
+    if batch is not None:
+        plan = _trace_models(source, target, plan, batch, strict=strict)
+    plan = plan.without_questions(strict=strict)
     mappings = [
         (
             ArrayMapping(each.target.path, each.source, each.fit.source, plan.channel_orders.get(each.target.path)),
@@ -137,6 +151,7 @@ def port_state(
         merges,
         [
             *said,
+            *(f"{path}: {order.describe()}" for path, order in plan.channel_orders.items()),
             *ours.optimizer.notes,
             *theirs.optimizer.notes,
             *plan.comparison.conventions,
@@ -149,6 +164,17 @@ def port_state(
     )
     assert theirs.replace_arrays is not None
     return theirs.replace_arrays({name: np.ascontiguousarray(a) if a.ndim else a for name, a in arrays.items()}), report
+
+
+def _trace_models(source: Any, target: Any, plan: TransferPlan, batch: Any, *, strict: bool) -> TransferPlan:
+    """Return the plan with the orders of rows that a run of both states' models shows."""
+    if isinstance(source, str | os.PathLike):
+        raise PortError(
+            "batch= runs both models, and the source is a checkpoint's path. Give the restored state, or rows= instead."
+        )
+    ours, theirs, given = make_model_sides(source.model, target.model, batch)
+    assert given is not None
+    return trace_plan(ours, theirs, plan, given, strict=strict)
 
 
 def _random_stream_notes(target: TrainingSide) -> list[str]:

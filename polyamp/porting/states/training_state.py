@@ -139,7 +139,7 @@ def native_state_arrays(
 
 
 def _named_arrays(mapping: ArrayMapping, arrays: dict[str, Lazy]) -> dict[str, Lazy]:
-    if mapping.order is not None and (not mapping.order.rows or "kernel" in arrays):
+    if mapping.order is not None:
         arrays = mapping.order.apply(arrays)
     return {f"{mapping.path}/{name}": array for name, array in arrays.items()}
 

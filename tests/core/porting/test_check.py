@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from polyamp.errors import PortError
-from polyamp.porting.check import Batch, CheckResult, fill_and_check
+from polyamp.porting.check import Batch
 from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.model_run import fill_and_check
 from polyamp.porting.model_side import ModelSide
+from polyamp.porting.port_report import CheckResult
 from polyamp.porting.transfer_plan import make_transfer_plan
 from tests.core.porting.sketch import sketch
 
@@ -40,9 +42,8 @@ class Scripted:
 def checked(one: Scripted, two: Scripted) -> CheckResult:
     source, target = sketch(MODEL), sketch(MODEL)
     sides: Any = [ModelSide(source, one, "source"), ModelSide(target, two, "target")]  # type: ignore[arg-type]  # they evaluate
-    pairs = make_transfer_plan(source, target, None, strict=True).pairs
-    _, found = fill_and_check(*sides, {}, pairs, {}, Batch(ROW), ())
-    return found
+    plan = make_transfer_plan(source, target, None, strict=True)
+    return fill_and_check(*sides, plan, Batch(ROW), strict=True)[2]
 
 
 def shown(**modules: Array) -> Scripted:
@@ -118,4 +119,6 @@ def test_s30_outputs_of_two_shapes_are_refused_with_both() -> None:
 def test_s30_a_source_without_a_model_cannot_be_checked() -> None:
     sides: Any = [ModelSide(sketch(MODEL), None, None), ModelSide(sketch(MODEL), shown(), "target")]  # type: ignore[arg-type]
     with pytest.raises(PortError, match=r"check= runs both models, and the source is no model but its weights\."):
-        fill_and_check(*sides, {}, [], {}, Batch(ROW), ())
+        fill_and_check(
+            *sides, make_transfer_plan(sketch(MODEL), sketch(MODEL), None, strict=True), Batch(ROW), strict=True
+        )

@@ -41,6 +41,7 @@ def carried(source: Inventory, target: Inventory, **options: Any) -> tuple[dict[
         options.get("names"),
         options.get("strict", True),
         None,
+        rows=options.get("rows"),
     )
     return filler.leaves, report
 
@@ -188,53 +189,7 @@ def test_a_head_tied_in_the_target_alone_must_have_the_values() -> None:
         carried(sketch("emb: embedding 7 3\nhead: embedding 7 3"), other)
 
 
-def test_a_kernel_behind_a_flatten_is_put_in_the_order_of_the_channels() -> None:
-    text = "conv: conv 3 4\nhead: dense 24 5"
-    first, last = with_attributes(sketch(text), "conv", channels="first"), sketch(text)
-    image = np.random.default_rng(0).standard_normal((2, 4, 2, 3))  # batch, channels, height, width
-    found, report = carried(first, last)
-    kernel = values(first)["head/kernel"]
-    there = image.transpose(0, 2, 3, 1).reshape(2, -1) @ found["head/kernel"]
-    np.testing.assert_allclose(there, image.reshape(2, -1) @ kernel, rtol=1e-6)
-    assert list(report.notes) == [
-        "head: rows put from channels first to channels last, for conv beside it has 4 channels"
-    ]
-    again, _ = carried(_as_inventory(last, found), first)
-    np.testing.assert_array_equal(again["head/kernel"], kernel)
-    same, report = carried(first, first)
-    np.testing.assert_array_equal(same["head/kernel"], kernel)
-    assert not report.notes
-
-
-def test_a_flatten_whose_order_nothing_tells_is_refused() -> None:
-    """Haiku's arrays do not say where its convolutions have their channels."""
-    text = "conv: conv 3 4\nhead: dense 24 5"
-    last, silent = sketch(text), sketch(text, framework="haiku")
-    bare = [
-        dataclasses.replace(layer, forms=(dataclasses.replace(layer.forms[0], attributes={}),))
-        for layer in silent.layers
-    ]
-    with pytest.raises(PortError, match="rows of 'head' cannot be told: it lies beside 'conv', whose 4 channels were"):
-        carried(last, Inventory(bare, "haiku"))
-    found, report = carried(last, Inventory(bare, "haiku"), strict=False)
-    assert sorted(found) == ["conv/bias", "conv/kernel"]
-    assert list(report.missing) == ["head"]
-    found, _ = carried(Inventory(bare, "haiku"), Inventory(bare, "haiku"))  # one framework, one order
-    assert len(found) == 4
-
-
-def test_a_kernel_before_a_reshape_too() -> None:
-    text = "project: dense 5 24\nup: conv_transpose 4 3"
-    first, last = with_attributes(sketch(text), "up", channels="first"), sketch(text)
-    x = np.random.default_rng(0).standard_normal((2, 5))
-    found, _ = carried(first, last)
-    ours = values(first)
-    here = (x @ ours["project/kernel"] + ours["project/bias"]).reshape(2, 4, 6)
-    there = (x @ found["project/kernel"] + found["project/bias"]).reshape(2, 6, 4)
-    np.testing.assert_allclose(there, here.transpose(0, 2, 1), rtol=1e-6)
-
-
-def _as_inventory(inventory: Inventory, arrays: Mapping[str, Array]) -> Inventory:
+def as_inventory(inventory: Inventory, arrays: Mapping[str, Array]) -> Inventory:
     layers = [
         NativeLayer(
             layer.path,

@@ -24,7 +24,7 @@ from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
 from polyamp_jax.porting.libraries.equinox_traversal import EquinoxLayer, EquinoxTraversal
-from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
@@ -50,7 +50,7 @@ def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
     return eqx.nn.inference_mode(model)
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     """Return the outputs on a batch, one sample at a time: the module is mapped over axis 0 of all its inputs.
 
     A module that cannot be called with one sample, because it maps its batch itself, gets the whole batch.
@@ -144,7 +144,7 @@ class _OutputRecorder:
         sample: number of the sample inside `jax.vmap`.
     """
 
-    def __init__(self, module: Any, record: RecordOutput) -> None:
+    def __init__(self, module: Any, record: RecordCall) -> None:
         self._record, self._outermost = record, compat.trace_state()
         self.sample: Any = jnp.int32(0)
         leaves, structure = jax.tree.flatten(module)
@@ -160,13 +160,13 @@ class _OutputRecorder:
         finally:
             _active_recorder.reset(token)
 
-    def report(self, path: str, output: Any, sample: Any) -> None:
-        """Record an output. Under `jax.vmap` it is one of many and is recorded for all samples, as many as `sample`
-        has."""
+    def report(self, path: str, output: Any, sample: Any, is_input: bool = False) -> None:
+        """Record an output or an input. Under `jax.vmap` it is one of many and is recorded for all samples, as many as
+        `sample` has."""
         if not isinstance(output, jax.Array):
             return
         if compat.trace_state() == self._outermost:
-            self._record(path, output)
+            self._record(path, output, is_input)
             return
 
         # each enclosing `jax.vmap` calls the batching rule below with all samples at once
@@ -176,7 +176,7 @@ class _OutputRecorder:
 
         @out.def_vmap
         def _(size: int, mapped: Any, value: Any, sample: Any) -> Any:
-            self.report(path, value, sample)
+            self.report(path, value, sample, is_input)
             return value, mapped[0]
 
         out(jax.lax.stop_gradient(output), sample)
@@ -186,9 +186,11 @@ _active_recorder: ContextVar[_OutputRecorder | None] = ContextVar("polyamp_watch
 
 
 def _record_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    recorder = _active_recorder.get()
+    if recorder is not None:
+        recorder.report(path, first_array(args, kwargs), recorder.sample, is_input=True)
     output = call(*args, **kwargs)
     with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
-    recorder = _active_recorder.get()
     if recorder is not None:
         recorder.report(path, output[0] if with_state else output, recorder.sample)
     return output

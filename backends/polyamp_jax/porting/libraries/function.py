@@ -21,7 +21,7 @@ from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import ArrayPlace, Weight
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments
 from polyamp_jax.porting.libraries.layer_inference import group_arrays
-from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall
 
 _KEYS: Final = ("key", "rng")
 """Arguments that accept a random key, which is not used in inference."""
@@ -62,7 +62,7 @@ def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
     return call, params
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     """Return the outputs on a batch; see `PortingLibrary.run`."""
     with contextlib.ExitStack() as stack:
         apply, params = inference_model(_split_model(model), stack)

@@ -27,7 +27,7 @@ from polyamp_jax.porting.libraries import haiku_layers as forms
 from polyamp_jax.porting.libraries.flax_layers import RefusedError
 from polyamp_jax.porting.libraries.haiku_layer_inference import composite_forms, forms_by_name, parameter_forms
 from polyamp_jax.porting.libraries.haiku_layers import HaikuCall, Shapes
-from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 
 _SIGNATURE_ERRORS: Final = ("unexpected keyword argument", "multiple values for", "required positional argument")
 """Parts of Python's error messages for an unknown argument, a repeated one, or a missing other one."""
@@ -78,12 +78,15 @@ def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
     return model[0]._replace(apply=call), *model[1:]
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     """Return the outputs of a model on a batch in inference mode."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        is_call = context.method_name == "__call__"
+        if is_call:
+            record(context.module.module_name, first_array(args, kwargs), is_input=True)
         output = _call_in_inference(call, args, kwargs, context)
-        if context.method_name == "__call__":
+        if is_call:
             record(context.module.module_name, output)
         return output
 

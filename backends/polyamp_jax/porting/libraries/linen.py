@@ -21,7 +21,7 @@ from polyamp_jax.models.adapters.linen import split_model
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
-from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 from polyamp_jax.porting.libraries.stacked_layers import unstack_arrays
 
 IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations")
@@ -68,7 +68,7 @@ def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
     return model
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     """Return the outputs on a batch; see `PortingLibrary.run`."""
     module, variables = _check_model(model)
 
@@ -77,8 +77,11 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
         if current.scope is None or context.method_name == "setup":
             return call(*args, **kwargs)
         set_float32(current, vars(current))
+        is_call = context.method_name == "__call__"
+        if is_call:
+            record("/".join(current.path), first_array(args, kwargs), is_input=True)
         output = call(*args, **kwargs)
-        if context.method_name == "__call__":
+        if is_call:
             if isinstance(current, linen.RNN):  # the cell, which is the layer, runs in a scan
                 record("/".join(current.cell.path), output[1] if isinstance(output, tuple) else output)
             record("/".join(current.path), output)

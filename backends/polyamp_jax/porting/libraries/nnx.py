@@ -33,11 +33,11 @@ from polyamp_jax.porting.libraries.flax_layer_table import (
 )
 from polyamp_jax.porting.libraries.flax_layers import parameter_form
 from polyamp_jax.porting.libraries.linen_layer_inference import NORM_SUBMODULES
-from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 
 IGNORED_VARIABLES: Final = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
 """Variable types without weights."""
-_active_record: ContextVar[RecordOutput | None] = ContextVar("polyamp_recording", default=None)
+_active_record: ContextVar[RecordCall | None] = ContextVar("polyamp_recording", default=None)
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
@@ -71,7 +71,7 @@ def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
     return model
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     """Return the outputs on a batch; see `PortingLibrary.run`."""
     with contextlib.ExitStack() as stack:
         inference_model(model, stack)
@@ -91,8 +91,11 @@ def _call_in_inference(call: Callable[..., Any], module: Any, args: Any, kwargs:
 
 
 def _record_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    record = _active_record.get()
+    if record is not None:
+        record(path, first_array(args, kwargs), is_input=True)
     output = call(*args, **kwargs)
-    if (record := _active_record.get()) is not None:
+    if record is not None:
         if isinstance(module, nnx.RNN):  # the cell, which is the layer, runs in a scan
             record(f"{path}/cell", output[1] if isinstance(output, tuple) else output)
         record(path, output)

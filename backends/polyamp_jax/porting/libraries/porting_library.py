@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from polyamp.errors import ModelError, describe_value
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.models.libraries import ACCEPTED_MODELS, library_of
 
-RecordOutput = Callable[[str, Any], None]
-"""Callback with the path of a module and the output of its call, each time a call ends."""
+
+class RecordCall(Protocol):
+    """Callback at the calls of modules: before a call with its first array, and when it ends with its output."""
+
+    def __call__(self, path: str, value: Any, is_input: bool = False) -> None: ...
+
+
+def first_array(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first array among the arguments of a call; None if there is none."""
+    found = next((each for each in (*args, *kwargs.values()) if isinstance(each, jax.Array | np.ndarray)), None)
+    return None if found is None else jnp.asarray(found)
 
 
 class CallInputs(NamedTuple):
@@ -44,7 +57,7 @@ class PortingLibrary(Protocol):
         An nnx model is changed itself. linen and haiku models are in inference mode until `stack` closes.
         """
 
-    def run(self, model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+    def run(self, model: Any, batch: CallInputs, record: RecordCall) -> Any:
         """Return the outputs of a model on a batch, in inference mode and in float32; may be traced. The model is the
         converter's own copy."""
 
