@@ -3,6 +3,7 @@
 # own. make bench: what is measured, not tested, in environments of its own too; make bench BENCH=--quick shows in two
 # minutes that all of it works. make fuzz SEEDS=0-2000: random networks compared over the frameworks; SEED=123: one of
 # them again. make mutants COUNT=20: random small faults in the library, and whether the tests notice; SEED=17, SEEDS=5-9.
+# make zoo: public models moved between frameworks, and judged; writes docs/measurements/port_zoo.md in some minutes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check lint bench fuzz mutants soak test-jax-oldest test-jax-newest clean
+.PHONY: demo test check lint bench fuzz mutants soak zoo test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -40,6 +41,9 @@ mutants: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak $(SOAK)
+
+zoo: $(STAMP)
+	$(BIN)/python -m tests.porting.public.zoo --write
 
 JAX_SUITES := conformance-jax conformance-jax-bits backend-jax doctest-jax
 
