@@ -13,7 +13,8 @@ from tests.porting.public.zoo.judge import alike, relative
 from tests.porting.public.zoo.run import Outcome, Row, offered
 from tests.porting.public.zoo.table import good_enough, line, page
 
-REORDERED: Final = pytest.mark.xfail(reason="rows are reordered for the channels of a convolution nearby")
+REORDERED: Final = pytest.mark.xfail(reason="rows are reordered for a convolution nearby", strict=False)
+"""Not strict: to be removed as soon as the order of rows is traced, which makes these pass."""
 OFFERED: Final = pytest.mark.xfail(reason="lines are offered in the order of two lists")
 PAIRS: Final = [
     pytest.param("BERT, transformers → transformers' flax", 0),
