@@ -25,7 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -135,13 +135,15 @@ class Worker:
             if source == library or not file.exists():
                 continue
             with Recorded(self.found, "load", name, source, library) as record:
-                self.held[own], report = porting.load(self.held[own], porting.open(file), batch=each.hint)
+                self.held[own], report = porting.load(
+                    self.held[own], porting.open(file), batch=each.hint, rows=given_rows(name, library, source)
+                )
                 record["report"] = said(report)
                 record["output"] = each.run(self.held[own])
                 porting.save(porting.export(self.held[own], each.batch), each.file(self.folder, source))
             if each.hint is not None:
                 with Recorded(self.found, "bare", name, source, library) as record:
-                    model, _ = porting.load(self.held[own], porting.open(file))
+                    model, _ = porting.load(self.held[own], porting.open(file), rows=given_rows(name, library, source))
                     record["output"] = each.run(model)
             if name.startswith("model/") and source == TRAINED:
                 self.of_models(each, file)
@@ -168,7 +170,9 @@ class Worker:
             if other == library or not file.exists() or own not in self.exported:
                 continue
             with Recorded(self.found, "back", name, library, other) as record:
-                self.held[own], report = porting.load(self.held[own], porting.open(file), batch=each.hint)
+                self.held[own], report = porting.load(
+                    self.held[own], porting.open(file), batch=each.hint, rows=given_rows(name, library, other)
+                )
                 record["report"] = said(report)
                 back = porting.export(self.held[own], each.batch).arrays()
                 before = self.exported[own]
@@ -207,6 +211,15 @@ class Worker:
         )
         assert report.checked is not None
         return {"outputs": report.checked.outputs, "gradients": dict(report.checked.gradients)}
+
+
+CHANNELS_FIRST: Final = ("torch", "equinox")
+
+
+def given_rows(name: str, library: str, other: str) -> dict[str, Literal["channels"] | None] | None:
+    """What the files of an item cannot show: that a dense layer takes flattened channels."""
+    differ = (library in CHANNELS_FIRST) is not (other in CHANNELS_FIRST)
+    return {"**": "channels"} if name == "layer/flatten" and differ else None
 
 
 @dataclasses.dataclass(frozen=True)

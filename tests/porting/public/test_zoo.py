@@ -13,14 +13,12 @@ from tests.porting.public.zoo.judge import alike, relative
 from tests.porting.public.zoo.run import Outcome, Row, offered
 from tests.porting.public.zoo.table import good_enough, line, page
 
-REORDERED: Final = pytest.mark.xfail(reason="rows are reordered for a convolution nearby", strict=False)
-"""Not strict: to be removed as soon as the order of rows is traced, which makes these pass."""
 OFFERED: Final = pytest.mark.xfail(reason="lines are offered in the order of two lists")
 PAIRS: Final = [
     pytest.param("BERT, transformers → transformers' flax", 0),
-    pytest.param("GoogLeNet", 0, marks=REORDERED),
-    pytest.param("two heads behind a flatten", 0, marks=REORDERED),
-    pytest.param("FiLM, image and state", 0, marks=REORDERED),
+    pytest.param("GoogLeNet", 0),
+    pytest.param("two heads behind a flatten", 0),
+    pytest.param("FiLM, image and state", 0),
     pytest.param("actor-critic, critic first", 2, marks=OFFERED),
 ]
 """A pair, and the lines of `names=` that it may need."""

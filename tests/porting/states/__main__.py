@@ -63,7 +63,7 @@ def main(framework: str, folder: Path) -> None:
     second: dict[str, Any] = {}
     for (library, name), (state, step) in held.items():
         for source in models.SOURCES[library]:
-            state, report = polyamp.port(folder / f"{source}-{name}", state)
+            state, report = polyamp.port(folder / f"{source}-{name}", state, rows={"mix": None})
             state, run = trained(framework, step, state, range(models.STOP, models.STEPS))
             said = {"moved": len(report.moved), "step": int(state.step), "recipe": list(map(str, report.recipe))}
             second[f"{source}>{library}-{name}"] = {**run, **said}
