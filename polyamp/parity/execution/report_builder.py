@@ -19,7 +19,8 @@ from polyamp.parity.report_data import Comparison, Environment, Failure
 from polyamp.parity.trace import trace as traces
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.verdict import compare_traces
 from polyamp.recipe.recipe import Recipe
 
 

@@ -44,9 +44,9 @@ class PhaseTolerance(NamedTuple):
     wide: bool
     same_policy: bool
 
-    def arithmetic(self, depth: float, scale: float) -> float:
-        """Return the error of `depth` successive roundings."""
-        return self.roundoff * math.sqrt(max(depth, 1.0)) * scale
+    def arithmetic(self, depth: float, scale: float, roundoff: float | None = None) -> float:
+        """Return the error of `depth` successive roundings, by default in the phase's dtype."""
+        return (self.roundoff if roundoff is None else roundoff) * math.sqrt(max(depth, 1.0)) * scale
 
     def allowed(
         self,

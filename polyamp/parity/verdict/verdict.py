@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
@@ -22,7 +22,16 @@ from polyamp.parity.verdict.distances import (
     prefer_float64_distance,
     scalar_distance,
 )
+from polyamp.parity.verdict.judge_precision import JudgePrecision
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
+from polyamp.parity.verdict.step_entries import (
+    PhaseTrace,
+    StepEntries,
+    entries_by_step,
+    has_overflow,
+    is_downstream_of_output,
+    order_entries,
+)
 from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.recipe.recipe import Recipe
@@ -34,18 +43,6 @@ _GRADIENT_FLOOR_SHARE: Final = 0.1
 """Least scale of a gradient, relative to the largest: terms of a sum may cancel (a key's bias), their rounding not."""
 _KINK_ZERO_SHARE: Final = 1 / 64
 """Share of zeros in the gradient with respect to an output above which units count as switched off."""
-
-
-class PhaseTrace(NamedTuple):
-    """One side's run of one phase.
-
-    Attributes:
-        trace: the run without its entries.
-        entries: returns a new iterator over its entries, in recorded order.
-    """
-
-    trace: Trace
-    entries: Callable[[], Iterable[Entry]]
 
 
 def compare_traces(
@@ -75,14 +72,16 @@ def compare_traces(
         same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
         tolerance = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, same_policy)
         clips = any(recipe is not None and any(recipe.clip) for recipe in recipes)
-        comparison = _PhaseComparison(labels, phase, tolerance, alignment, (one.trace, two.trace), clips)
         wider = by_phase[wider_phase[name]][1:] if wider_phase[name] in by_phase else ()
+        judges = [run.trace for run in wider] if tolerance.wide else []
+        judge = JudgePrecision(alignment, judges, tolerance.roundoff)
+        comparison = _PhaseComparison(labels, phase, tolerance, alignment, (one.trace, two.trace), clips, judge)
         wider_steps = itertools.chain(
-            itertools.zip_longest(*map(_entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
+            itertools.zip_longest(*map(entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
         )
         pass_only = name == FLOAT32 and FLOAT64 in by_phase and by_phase[FLOAT64][0].pass_only
         for number, (ours, theirs, (wide_ours, wide_theirs)) in enumerate(
-            zip(_entries_by_step(one), _entries_by_step(two), wider_steps, strict=False)
+            zip(entries_by_step(one), entries_by_step(two), wider_steps, strict=False)
         ):
             comparison.limit_to_exact_quantities(pass_only and number > 1)
             comparison.step(ours, theirs, wide_ours, wide_theirs)
@@ -98,29 +97,6 @@ def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:
     return None if phase.name != POLICY or recipe is None else (recipe.policy.compute, recipe.policy.output)
 
 
-def _entries_by_step(run: PhaseTrace) -> Iterator[dict[tuple[Any, ...], Entry]]:
-    """Yield the entries of each step by their keys, one step at a time."""
-    return map(_index_entries, _split_steps(run.entries()))
-
-
-def _split_steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield the entries of each step as a list, in order."""
-    number, found = 0, list[Entry]()
-    for entry in entries:
-        while entry.step > number:
-            yield found
-            number, found = number + 1, []
-        found.append(entry)
-    yield found
-
-
-def _index_entries(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
-    return {entry_key(entry): entry for entry in entries}
-
-
-StepEntries = Mapping[tuple[Any, ...], Entry]
-
-
 class _PhaseComparison:
     """Comparison of the steps of one phase."""
 
@@ -132,7 +108,9 @@ class _PhaseComparison:
         alignment: Alignment,
         traces: tuple[Trace, Trace],
         clips: bool,
+        judge: JudgePrecision,
     ) -> None:
+        self._judge = judge
         self._clips, self._is_exact_only = clips, False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance
         self._alignment, self._traces = alignment, traces
@@ -148,7 +126,7 @@ class _PhaseComparison:
         """Compare one step of both sides."""
         if ours and theirs:
             ours, theirs = hidden_modules.add_zero_gradients(self._alignment, ours, theirs)
-        overflowed = _has_overflow(ours, theirs)
+        overflowed = has_overflow(ours, theirs)
         self._drift = self._updates.drift(
             {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
         )
@@ -161,7 +139,7 @@ class _PhaseComparison:
             (e.sketch.rms for e in ours.values() if e.what == "gradient" and e.sketch is not None), default=0.0
         )
         last_output: tuple[float, float] | None = None  # last output: allowed distance, norm of its cotangent
-        for entry in _order_entries(ours, self._alignment):
+        for entry in order_entries(ours, self._alignment):
             other = theirs.get(self._partner_key(entry))
             if other is None or not self._is_compared(entry):
                 continue
@@ -202,7 +180,7 @@ class _PhaseComparison:
                 continue
             if suspect is not None and found.counts and not module and entry.stage == "backward":
                 continue  # the loss takes another output, so that its gradients differ too
-            if found.counts and suspect is not None and self.first is None and _is_downstream_of_output(entry):
+            if found.counts and suspect is not None and self.first is None and is_downstream_of_output(entry):
                 self.first = suspect
             self._record_worst(found)
             if found.counts and (leaf or found.kind == "operations") and self.first is None:
@@ -261,9 +239,11 @@ class _PhaseComparison:
     ) -> float:
         later = entry.step > 1
         drift = self._drift if later and entry.stage != "update" else 0.0
-        return self._tolerance.allowed(
+        allowed = self._tolerance.allowed(
             own, depth, scale, same_inputs=not later, switched=self._has_unit_switches(entry), drift=drift
         )
+        narrow = self._judge.common(_module(entry), forward=entry.stage == "forward")
+        return max(allowed, FACTOR * self._tolerance.arithmetic(depth, scale, narrow))
 
     def _has_unit_switches(self, entry: Entry) -> bool:
         """Return whether rounding may have switched units of a ReLU or a maximum before an entry."""
@@ -327,7 +307,9 @@ class _PhaseComparison:
             kind = "missing"
         found = EntryComparison(one, two, distance, allowed, scale, own, kind)
         if one.stage == "forward" and one.step == 1 and self._tolerance.wide and not found.counts:
-            return prefer_float64_distance(found, wide, self._tolerance.arithmetic(depth, scale))
+            rounded = self._judge.limit(_module(one))
+            limit = FACTOR * self._tolerance.arithmetic(depth, scale, rounded)
+            return prefer_float64_distance(found, wide, limit if rounded else self._tolerance.arithmetic(depth, scale))
         return found
 
     def _compare_before_activation(
@@ -392,44 +374,15 @@ class _PhaseComparison:
             self.notes.append(note)
 
 
-def _order_entries(step: StepEntries, alignment: Alignment) -> list[Entry]:
-    """Return entries in program order; gradients follow their module's cotangents, slots precede parameters."""
-    entries = list(step.values())
-    forward = [entry for entry in entries if entry.stage == "forward"]
-    place: dict[str, float] = {}
-    for number, entry in enumerate(forward):
-        place.setdefault(entry.module.partition("#")[0], number)
-    place |= hidden_modules.recurrent_cell_positions(alignment, place)
-    back = [entry for entry in entries if entry.stage == "backward"]
-    order = {id(entry): number for number, entry in enumerate(back)}
-
-    def backward(entry: Entry) -> tuple[float, int, int]:
-        module = entry.module.partition("#")[0]
-        return (-place.get(module, -1), int(entry.what == "gradient"), order[id(entry)])
-
-    metrics = [entry for entry in entries if entry.stage == "step"]
-    update = [entry for entry in entries if entry.stage == "update"]
-    slots = [entry for entry in update if entry.what not in ("parameter", "statistic")]
-    return [*forward, *sorted(back, key=backward), *metrics, *slots, *(e for e in update if e not in slots)]
-
-
-def _is_downstream_of_output(entry: Entry) -> bool:
-    """Return whether an entry depends on the model's output through the loss."""
-    return entry.what == "loss" or (entry.stage == "backward" and bool(entry.module))
+def _module(entry: Entry) -> str:
+    """Return an entry's module without the number of its call."""
+    return entry.module.partition("#")[0]
 
 
 def _has_kinks(ours: StepEntries, theirs: StepEntries) -> bool:
     """Return whether many elements of gradients are exactly 0, as after a ReLU or a maximum."""
     both = (entry.sketch for step in (ours, theirs) for entry in step.values() if entry.what == "cotangent")
     return any(sketch is not None and sketch.zeros > _KINK_ZERO_SHARE * sketch.size for sketch in both)
-
-
-def _has_overflow(ours: StepEntries, theirs: StepEntries) -> bool:
-    """Return whether the gradients of this step are non-finite on both sides."""
-    found = [
-        [e.number for e in step.values() if e.what == "grad_norm" and e.number is not None] for step in (ours, theirs)
-    ]
-    return all(found) and not any(math.isfinite(number) for each in found for number in each)
 
 
 def _comparison_row(phase: str, comparison: EntryComparison) -> ComparisonRow:

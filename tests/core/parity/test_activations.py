@@ -11,7 +11,8 @@ from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.verdict import compare_traces
 
 PLAIN, ACTIVE = np.float32([-1.0, 2.0]), np.float32([0.0, 2.0])
 """What a layer gives before its ReLU, and behind it."""

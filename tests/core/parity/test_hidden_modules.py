@@ -11,7 +11,8 @@ from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.hidden_modules import hidden_recurrent_cells
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.verdict import compare_traces
 
 
 def _entry(stage: Any, module: str, what: str, values: Any, name: str = "") -> Entry:

@@ -10,7 +10,8 @@ from polyamp.parity.report_data import Comparison
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.verdict import compare_traces
 
 LOGITS = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
 

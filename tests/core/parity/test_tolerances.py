@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.contract.casting_report import OperationCount
+from polyamp.parity.precisions import FLOAT32, FLOAT64, Phase
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.distances import EntryComparison, prefer_float64_distance
+from polyamp.parity.verdict.judge_precision import JudgePrecision
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
+from polyamp.parity.verdict.step_entries import PhaseTrace
 from polyamp.parity.verdict.tolerances import DRIFT_FACTOR, FACTOR, NO_WIDE_RUN_FACTOR, PhaseTolerance
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.parity.verdict.verdict import compare_traces
 
 SINGLE, BRAIN = 2.0**-24, 2.0**-8
 
@@ -30,6 +33,26 @@ def test_float32_allows_the_sum_of_own_distances_and_a_policy_the_smaller() -> N
     assert PhaseTolerance(SINGLE, True, True).allowed((1e-5, None), 1, 1.0) == FACTOR * 2e-5
     assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0) == FACTOR * 0.1
     assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0, same_inputs=False) == FACTOR * 0.3
+
+
+def test_a_judge_is_as_exact_as_the_narrowest_operation_before() -> None:
+    def rows(*found: tuple[str, str]) -> Trace:
+        operations = [OperationCount(module, "multiply", dtype, "", 1) for module, dtype in found]
+        return Trace(side="one", phase=FLOAT64, operations=operations)
+
+    alignment = Alignment(modules={name: name for name in ("a", "b", "c", "d")})
+    wide = rows(("a", "float64"), ("b", "float64, float32"), ("b", "float64"), ("c", "float64"), ("c", "int32"))
+    judge = JudgePrecision(alignment, [wide, rows(("a", "float64"), ("b", "float64"), ("c", "float64"))], SINGLE)
+    assert [judge.limit(module) for module in ("a", "b", "c", "d", "")] == [0.0, SINGLE, SINGLE, SINGLE, SINGLE]
+    assert judge.common("c") == judge.common("a", forward=False) == 0.0  # float32 is what is judged
+
+    halves = rows(("a", "float64"), ("b", "bfloat16"), ("c", "float16"))
+    both = JudgePrecision(alignment, [halves, halves], SINGLE)
+    assert [both.common(module) for module in ("a", "b", "c")] == [0.0, BRAIN, BRAIN]
+    assert both.common("a", forward=False) == both.limit("c") == BRAIN
+    alone = JudgePrecision(alignment, [halves, wide], SINGLE)
+    assert (alone.common("c"), alone.limit("c")) == (0.0, SINGLE)
+    assert JudgePrecision(alignment, [], SINGLE).limit("a") == 0.0
 
 
 def test_without_a_judge_arithmetic_counts_sums() -> None:

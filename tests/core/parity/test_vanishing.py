@@ -11,7 +11,8 @@ from polyamp.parity.report_data import Divergence
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.verdict import compare_traces
 
 RECIPE = polyamp.Recipe(policy="mixed_bfloat16")
 

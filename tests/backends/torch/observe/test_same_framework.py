@@ -125,6 +125,41 @@ def test_where_two_models_part_is_named(model: Net, other: Any, module: str, kin
     assert (report.first.module, report.first.kind) == (module, kind), str(report)
 
 
+class RootMeanSquare(nn.Module):
+    """LLaMA's norm, which computes in float32 whatever its input is; `twice` writes the same formula otherwise."""
+
+    def __init__(self, eps: float, twice: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.eps, self.twice = eps, twice
+
+    def forward(self, x: Any) -> Any:
+        wide = x.float()
+        if self.twice:
+            root = torch.sqrt((wide * wide).sum(-1, keepdim=True) / x.shape[-1] + self.eps)
+            return (wide / root).to(x.dtype) * self.weight
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def decoder(eps: float = 1e-6, *, twice: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [part for _ in range(3) for part in (RootMeanSquare(eps, twice), nn.Linear(16, 16))]
+    return nn.Sequential(nn.Linear(4, 16), *blocks, RootMeanSquare(eps, twice), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_norm_that_casts_to_float32_inside_does_not_alarm(policy: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = rng.standard_normal((8, 4), np.float32), rng.integers(0, 3, 8)
+    recipe = RECIPE.replace(policy=policy)
+    report = polyamp.compare(decoder(), decoder(twice=True), batch, loss_fn, recipe, 2)
+    assert report.agrees, str(report)
+    report = polyamp.compare(decoder(), decoder(1e-4, twice=True), batch, loss_fn, recipe, 2)
+    assert report.first is not None
+    assert (report.first.phase, report.first.step, report.first.module) == ("float32", 1, "2"), str(report)
+
+
 def test_a_fault_in_what_is_compiled_is_found_in_its_output(model: Net) -> None:
     torch.compiler.reset()
     report = polyamp.compare(model, torch.compile(Tanh(), backend="aot_eager"), BATCH, loss_fn, RECIPE, 1)
