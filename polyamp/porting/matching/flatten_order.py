@@ -148,7 +148,8 @@ def find_flatten_orders(
     dense = [each.target.path for each in pairs if _is_dense(each)]
     given = _check_rows(rows, dense)
     first = None if ours is None or theirs is None or ours == theirs else ours == "first"
-    is_same = ours == theirs and (ours is not None or source.framework == target.framework)
+    is_known = ours is not None and theirs is not None
+    is_same = ours == theirs if is_known else source.framework == target.framework  # a file of weights does not say
     known: dict[str, ChannelOrder] = {}
     questions: list[OrderQuestion] = []
     for candidate in walk.candidates:

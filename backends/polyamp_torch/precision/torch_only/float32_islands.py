@@ -102,7 +102,18 @@ def backward_islands(device_type: str) -> contextlib.AbstractContextManager[None
     """
     if current_islands(device_type) is not None:
         return NULL_CONTEXT
-    return IslandsMode(device_type, functools.partial(islands, device_type))
+    return _open_mode(IslandsMode(device_type, functools.partial(islands, device_type)))
+
+
+@contextlib.contextmanager
+def _open_mode(mode: IslandsMode) -> Iterator[None]:
+    """Let a mode act, and remove every occurrence of it afterwards: an interrupt in a function that the mode has
+    entered may leave one."""
+    try:
+        mode.open()
+        yield
+    finally:
+        mode.close()
 
 
 def without_islands() -> contextlib.AbstractContextManager[None]:
