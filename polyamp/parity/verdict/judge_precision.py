@@ -27,6 +27,7 @@ class JudgePrecision:
     def __init__(self, alignment: Alignment, traces: Sequence[Trace], roundoff: float) -> None:
         known = set(alignment.modules.values())
         self._sides = [_roundoffs(trace.operations, known) for trace in traces]
+        self._counts = [_narrow_counts(trace.operations, known) for trace in traces]
         self._roundoff = roundoff
 
     def common(self, module: str, *, forward: bool = True) -> float:
@@ -45,6 +46,15 @@ class JudgePrecision:
         either = min(max(found, default=0.0), self._roundoff)
         return max(either, self.common(module))
 
+    def is_exact_since(self, earlier: str, module: str) -> bool:
+        """Return whether neither side has begun a kind of narrower operation between the outputs of two modules.
+
+        Args:
+            earlier: a module before `module`; "" for the beginning.
+            module: the module in whose output the question is.
+        """
+        return all(module in each and each.get(earlier, 0) == each[module] for each in self._counts)
+
     def _at(self, module: str, forward: bool) -> list[float]:
         return [each.get(module, each[""]) if forward else each[""] for each in self._sides]
 
@@ -59,4 +69,16 @@ def _roundoffs(operations: Iterable[OperationCount], known: set[str]) -> dict[st
         largest = max(largest, *(dtype.unit_roundoff for dtype in dtypes), 0.0)
         found[nearest_module(row.module, known)] = largest
     found[""] = largest
+    return found
+
+
+def _narrow_counts(operations: Iterable[OperationCount], known: set[str]) -> dict[str, int]:
+    """Return module -> number of kinds of narrower operations up to its last one; of a submodule, not of the model."""
+    found: dict[str, int] = {}
+    count = 0
+    for row in operations:
+        count += any(dtype in FORMATS and dtype != "float64" for dtype in row.dtype.split(", "))
+        module = nearest_module(row.module, known)
+        if module:
+            found[module] = count
     return found

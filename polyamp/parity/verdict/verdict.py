@@ -45,6 +45,10 @@ _KINK_ZERO_SHARE: Final = 1 / 64
 """Share of zeros in the gradient with respect to an output above which units count as switched off."""
 
 
+_EQUAL_JUDGES: Final = 1e-12
+"""Relative distance of two float64 runs up to which they have computed the same."""
+
+
 def compare_traces(
     labels: tuple[str, str],
     runs: Sequence[tuple[Phase, PhaseTrace, PhaseTrace]],
@@ -110,7 +114,7 @@ class _PhaseComparison:
         clips: bool,
         judge: JudgePrecision,
     ) -> None:
-        self._judge = judge
+        self._judge, self._judged, self._are_judges_equal = judge, "", True
         self._clips, self._is_exact_only = clips, False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance
         self._alignment, self._traces = alignment, traces
@@ -307,10 +311,21 @@ class _PhaseComparison:
             kind = "missing"
         found = EntryComparison(one, two, distance, allowed, scale, own, kind)
         if one.stage == "forward" and one.step == 1 and self._tolerance.wide and not found.counts:
-            rounded = self._judge.limit(_module(one))
-            limit = FACTOR * self._tolerance.arithmetic(depth, scale, rounded)
-            return prefer_float64_distance(found, wide, limit if rounded else self._tolerance.arithmetic(depth, scale))
+            return prefer_float64_distance(found, wide, self._judge_limit(one, wide, depth, scale))
         return found
+
+    def _judge_limit(self, one: Entry, wide: tuple[Entry | None, Entry | None], depth: int, scale: float) -> float:
+        """Return how far the wider runs may be apart in an output: more where they are rounded themselves, unless they
+        were equal up to the module before, and nothing in between is rounded."""
+        module, before, was_equal = _module(one), self._judged, self._are_judges_equal
+        sketches = [each.sketch for each in wide if each is not None and each.sketch is not None]
+        if len(sketches) == len(wide):
+            self._are_judges_equal &= sketch_distance(sketches[0], sketches[1]) <= _EQUAL_JUDGES * scale
+            self._judged = module
+        rounded = self._judge.limit(module)
+        if not rounded or (was_equal and self._judge.is_exact_since(before, module)):
+            return self._tolerance.arithmetic(depth, scale)
+        return FACTOR * self._tolerance.arithmetic(depth, scale, rounded)
 
     def _compare_before_activation(
         self,

@@ -46,6 +46,8 @@ def test_a_judge_is_as_exact_as_the_narrowest_operation_before() -> None:
     assert [judge.limit(module) for module in ("a", "b", "c", "d", "")] == [0.0, SINGLE, SINGLE, SINGLE, SINGLE]
     assert judge.common("c") == judge.common("a", forward=False) == 0.0  # float32 is what is judged
 
+    assert [judge.is_exact_since(*pair) for pair in (("", "a"), ("a", "b"), ("b", "c"), ("c", "d"))] == [1, 0, 1, 0]
+
     halves = rows(("a", "float64"), ("b", "bfloat16"), ("c", "float16"))
     both = JudgePrecision(alignment, [halves, halves], SINGLE)
     assert [both.common(module) for module in ("a", "b", "c")] == [0.0, BRAIN, BRAIN]
