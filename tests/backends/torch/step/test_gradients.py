@@ -372,6 +372,7 @@ def test_s11_a_clip_by_value_is_torchs(name: str, compiled: bool, scale: float, 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_s10_off_the_cpu_a_warm_compiled_step_reads_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_look(monkeypatch)
+    torch.compiler.reset()
     recipe = polyamp.Recipe(policy=policy, optimizer=SPECS["adamw"], clip_norm=0.5)
     state, run = polyamp.init(network(), recipe), polyamp.train_step(loss_fn, recipe, compile={"backend": "eager"})
     run(state, item(1.0, 0))
@@ -379,7 +380,7 @@ def test_s10_off_the_cpu_a_warm_compiled_step_reads_nothing(policy: str, monkeyp
         for seed, gain in enumerate((1.0, INF, 1.0)):
             run(state, item(gain, seed))
     reads = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
-    assert reads.isdisjoint(event.name for event in seen.events())
+    assert [event.name for event in seen.events() if event.name in reads] == []
     assert any(event.name == "aten::linear" for event in seen.events())
     assert int(state.step) == (3 if policy == "mixed_float16" else 4)
 
