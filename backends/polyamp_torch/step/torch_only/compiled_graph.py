@@ -8,9 +8,10 @@ that change between steps are tensors, so that a skip, a new scale or a new rate
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_re
 from polyamp_torch.step.torch_only.spec_formulas import slot_name
 
 NamedTensors = dict[str, torch.Tensor]
+_GRAPH_NUMBERS: Final = itertools.count()
 
 
 class GraphGroups(NamedTuple):
@@ -383,9 +385,13 @@ class _LossModule(nn.Module):
 
 
 def _copy_method(method: Any) -> Any:
-    """Copy a method with a separate code object, because torch counts recompilations per code object."""
+    """Copy a method with code of a name of its own.
+
+    torch counts recompilations per code object. By file, line and name it remembers which numbers and sizes differed
+    between compilations, and makes them inputs of later graphs, which then read them on the host in every step."""
     function = method.__func__
-    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_GRAPH_NUMBERS)}")
+    copied = types.FunctionType(code, function.__globals__, code.co_name)
     return types.MethodType(copied, method.__self__)
 
 
