@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from polyamp.parity.compare import compare
     from polyamp.porting.port import port
     from polyamp.recipe import optimizers
+    from polyamp.recipe.ema import Ema
     from polyamp.recipe.groups import Group, no_decay
     from polyamp.recipe.optimizers import *  # noqa: F403  # every optimizer
     from polyamp.recipe.policy import Policy
     from polyamp.recipe.recipe import Recipe
     from polyamp.recipe.scaler import LossScaler, LossScaleState
     from polyamp.results import Gradients, StepResult
+    from polyamp.train.averages import averaged, averaged_model
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.refresh import refresh
     from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
@@ -68,11 +70,13 @@ _EXPORTS = {
     ),
     "parity.compare": ("compare",),
     "porting.port": ("port",),
+    "recipe.ema": ("Ema",),
     "recipe.groups": ("Group", "no_decay"),
     "recipe.policy": ("Policy",),
     "recipe.recipe": ("Recipe",),
     "recipe.scaler": ("LossScaleState", "LossScaler"),
     "results": ("Gradients", "StepResult"),
+    "train.averages": ("averaged", "averaged_model"),
     "train.checkpoint": ("restore", "save"),
     "train.trainable_parameters": ("parameters",),
     "train.refresh": ("refresh",),
@@ -102,6 +106,7 @@ __all__ = [
     "BatchError",
     "CastingReport",
     "CheckpointError",
+    "Ema",
     "GradientError",
     "Gradients",
     "Group",
@@ -125,6 +130,8 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "apply_gradients",
+    "averaged",
+    "averaged_model",
     "backends",
     "compare",
     "explain",

@@ -26,6 +26,7 @@ _NATIVE_HINT: Final = (
     "polyamp's specs do not have it. Give the recipe the framework's own optimizer: Recipe(optimizer=torch.optim..., "
     "keras.optimizers... or optax...)."
 )
+_EMA_HINT: Final = "Averages of the parameters: Recipe(ema=polyamp.Ema(decay=...))."
 _OPTIMIZER_HINT: Final = "It is the optimizer's: optimizer=polyamp.adamw({}=...)."
 _PARAMETERS_HINT: Final = "Drop it: polyamp.init(model, recipe) gives the optimizer the model's parameters."
 
@@ -43,8 +44,9 @@ ARGUMENT_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         **dict.fromkeys(("fused", "foreach", "capturable", "differentiable", "jit_compile"), _KERNEL_HINT),
         **dict.fromkeys((*_CLIP_NAMES, *_CLIP_VALUE_NAMES), _CLIP_HINT),
         **dict.fromkeys(
-            ("amsgrad", "dampening", "maximize", "mu_dtype", "use_ema", "ema_momentum", "mask"), _NATIVE_HINT
+            ("amsgrad", "dampening", "maximize", "mu_dtype", "mask"), _NATIVE_HINT
         ),
+        **dict.fromkeys(("use_ema", "ema_momentum"), _EMA_HINT),
     },
     "recipe": {
         **_CLIP_NAMES,
@@ -55,6 +57,7 @@ ARGUMENT_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps",
                          "grad_accum_steps", "accumulate", "micro_batches"), "accumulate_steps"),
         **dict.fromkeys((*_RATE_NAMES, "learning_rate"), _OPTIMIZER_HINT.format("learning_rate")),
+        **dict.fromkeys(("use_ema", "ema_momentum", "ema_decay", "model_ema", "averaging"), _EMA_HINT),
         "weight_decay": _OPTIMIZER_HINT.format("weight_decay"),
     },
     "scaler": {

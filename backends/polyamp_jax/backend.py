@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +33,7 @@ from polyamp_jax.precision.autocast import autocast
 from polyamp_jax.precision.autocast import explain as explain_casts
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.policy_module import is_policy_module, master_weights
-from polyamp_jax.step import error_hints, optimizer_metadata
+from polyamp_jax.step import averages, error_hints, optimizer_metadata
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.forward_backward import scale_loss_value
@@ -214,6 +215,13 @@ class JaxBackend:
         except Exception as error:
             steps.refuse_deleted_states([state], error)
             raise
+
+    def averaged(self, state: Any) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext(self.averaged_model(state))
+
+    def averaged_model(self, state: Any) -> Any:
+        states_.check_not_donated(state)
+        return averages.averaged_model(state)
 
     def testing(self) -> Harness:
         from polyamp_jax.harness import JaxHarness

@@ -25,7 +25,7 @@ from polyamp_tensorflow.models.layers import check_is_model
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer, native_scaler
 from polyamp_tensorflow.precision import autocast as policies
 from polyamp_tensorflow.precision.policy_module import module_parameters
-from polyamp_tensorflow.step import error_hints, optimizer_metadata, step
+from polyamp_tensorflow.step import averages, error_hints, optimizer_metadata, step
 from polyamp_tensorflow.step import grad_stats as scaling
 from polyamp_tensorflow.step.accumulation import accumulate_gradients
 from polyamp_tensorflow.step.distributed_step import has_several_replicas
@@ -60,6 +60,8 @@ class TensorFlowBackend:
     regularization = staticmethod(regularization_losses.regularization)
     parameters = staticmethod(module_parameters)
     refresh = staticmethod(refresh_state)
+    averaged = staticmethod(averages.averaged)
+    averaged_model = staticmethod(averages.averaged_model)
 
     def info(self) -> BackendInfo:
         devices = [conversions.device_name(device.name) for device in tf.config.list_physical_devices()]

@@ -284,7 +284,15 @@ class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is unty
 
     def __init__(self, layer: DenseWeights, name: str) -> None:
         super().__init__(**_settings(layer), name=name)
+        self.layer = layer
         self.observe: ObserveCallback | None = None
+
+    def get_config(self) -> dict[str, Any]:
+        return {"layer": self.layer, "name": self.name}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> _ObservedDense:
+        return cls(config["layer"], config["name"])
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         result = super().call(inputs, training=training)

@@ -32,7 +32,7 @@ from polyamp_torch.precision.autocast import autocast, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
-from polyamp_torch.step import error_hints, forward_backward, optimizer_metadata, replicas, step, update
+from polyamp_torch.step import averages, error_hints, forward_backward, optimizer_metadata, replicas, step, update
 from polyamp_torch.step.grad_stats import global_norm, scale_reciprocal
 from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
@@ -53,6 +53,8 @@ class TorchBackend:
     cast = staticmethod(arrays.cast_tree)
     check_arrays = staticmethod(optimizer_metadata.list_load_problems)
     refresh = staticmethod(refresh_state)
+    averaged = staticmethod(averages.averaged)
+    averaged_model = staticmethod(averages.averaged_model)
 
     @property
     def porting(self) -> Converter:

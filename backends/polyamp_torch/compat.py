@@ -44,6 +44,7 @@ foreach_clamp_min_: Final[Callable[..., Any]] = torch._foreach_clamp_min_
 foreach_div_: Final[Callable[..., Any]] = torch._foreach_div_
 foreach_expm1: Final[Callable[..., Any]] = torch._foreach_expm1
 foreach_floor: Final[Callable[..., Any]] = torch._foreach_floor
+foreach_lerp_: Final[Callable[..., Any]] = torch._foreach_lerp_
 foreach_maximum: Final[Callable[..., Any]] = torch._foreach_maximum
 foreach_minimum: Final[Callable[..., Any]] = torch._foreach_minimum
 foreach_mul: Final[Callable[..., Any]] = torch._foreach_mul

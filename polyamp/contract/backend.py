@@ -188,6 +188,17 @@ class ChecksArrays(Protocol):
 
 
 @runtime_checkable
+class KeepsAverages(Protocol):
+    """Optional protocol: a backend whose states have moving averages of their parameters (S34)."""
+
+    def averaged(self, state: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager that yields the model with its averages, and then puts the parameters back."""
+
+    def averaged_model(self, state: Any) -> Any:
+        """Return a new model with the averages. Raises `UnsupportedError` if the model cannot be copied."""
+
+
+@runtime_checkable
 class DescribesStates(Protocol):
     """Optional protocol: a backend that describes its checkpoints, so `polyamp.port` reads them in other frameworks."""
 

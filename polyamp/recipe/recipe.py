@@ -19,6 +19,7 @@ from polyamp.errors import (
     plain_number_hint,
 )
 from polyamp.recipe.clip_limits import ClipLimits, check_clip_limits
+from polyamp.recipe.ema import Ema
 from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
 from polyamp.recipe.policy import Policy, spelling_hint
 from polyamp.recipe.scaler import PRESETS, LossScaler
@@ -58,6 +59,7 @@ class Recipe(Record, kw_only=True):
         clip_norm: maximum global L2 norm of the unscaled gradients (S11), or None.
         clip_value: maximum magnitude of each element of the unscaled gradients (S11), or None. Excludes `clip_norm`.
         accumulate_steps: micro-batches per update (S8).
+        ema: moving averages of the parameters for evaluation (S34), a `polyamp.Ema`, or None.
         aliases: names for modules whose paths differ between frameworks: `{"blocks/*": {"torch": "transformer/h/*",
             "tensorflow": "block_*", "jax": "h_*"}}`. Every glob over paths accepts them in addition to the framework's
             own paths: overrides of the policy, parameter groups. The policy stores them too.
@@ -82,6 +84,7 @@ class Recipe(Record, kw_only=True):
     clip_norm: float | None = None
     clip_value: float | None = None
     accumulate_steps: int = 1
+    ema: Ema | None = None
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     _loss_scaler: ClassVar[LossScaler]  # per instance, no field; every step reads it
 
@@ -96,6 +99,7 @@ class Recipe(Record, kw_only=True):
             clip_norm: float | None = None,
             clip_value: float | None = None,
             accumulate_steps: int = 1,
+            ema: Ema | None = None,
             aliases: Mapping[str, Mapping[str, str]] = ...,
         ) -> None: ...
 
@@ -129,6 +133,11 @@ class Recipe(Record, kw_only=True):
             raise RecipeError(
                 f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
                 + plain_number_hint(steps)
+            )
+        if not isinstance(self.ema, Ema | None):
+            raise RecipeError(
+                "ema must be a polyamp.Ema, such as polyamp.Ema(decay=0.999), or None. Received: "
+                f"{_format_argument('ema', self.ema)}.{_ema_hint(self.ema)}"
             )
         self._set_field("_loss_scaler", self.scaler or LossScaler.for_policy(self.policy))
         if self.policy.param == "float16" and self.loss_scaler.scales:
@@ -336,6 +345,12 @@ def _scaler_hint(value: Any) -> str:
     if isinstance(value, int | float):
         return f" For a scale that never moves: polyamp.LossScaler.static({value!r})."
     return " Call it: polyamp.LossScaler()." if value is LossScaler else ""
+
+
+def _ema_hint(value: Any) -> str:
+    if isinstance(value, float) and 0.0 < value < 1.0:
+        return f" Write ema=polyamp.Ema(decay={value!r})."
+    return " Call it: polyamp.Ema()." if value is Ema else ""
 
 
 def _optimizer_hint(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -26,6 +27,7 @@ from polyamp.reference.models import MLP, PolicyMLP
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, step_checks
+from polyamp.rules.averages import average_share, averaged_paths, move_average
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.parameter_kinds import ParameterLeaf
@@ -52,6 +54,8 @@ class ReferenceState(StateDisplayMixin, msgspec.Struct, frozen=True, kw_only=Tru
     """Parameter -> number of its updates (S23)."""
     scale_state: LossScaleState
     step: Array
+    averages: dict[str, dict[str, Array]] = msgspec.field(default_factory=dict)
+    """"model" and "running" -> path -> average (S34)."""
     watch: StuckScaleMonitor = msgspec.field(default_factory=StuckScaleMonitor)
 
     @property
@@ -164,6 +168,7 @@ class ReferenceBackend:
         scale_state = recipe.loss_scaler.init(self.name)
         zero = np.asarray(0, np.int32)
         counts = dict.fromkeys(model.parameters, zero)
+        averages = _wide_values(fresh, averaged_paths(recipe, model.parameters, backend=self.name), recipe)
         return self.state_type(
             model=fresh,
             recipe=recipe,
@@ -173,6 +178,7 @@ class ReferenceBackend:
             counts=counts,
             scale_state=scale_state,
             step=zero,
+            averages=averages,
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
@@ -220,6 +226,7 @@ class ReferenceBackend:
         arrays |= {f"running/{name}": value for name, value in state.model.running.items()}
         arrays |= {f"optimizer/{name}/{slot}": v for name, group in state.slots.items() for slot, v in group.items()}
         arrays |= {f"optimizer/{name}/step": count for name, count in state.counts.items()}
+        arrays |= {f"average/{role}/{name}": v for role, own in state.averages.items() for name, v in own.items()}
         arrays |= {f"loss_scale/{name}": value for name, value in state.scale_state._asdict().items()}
         return {**arrays, "step": state.step}
 
@@ -232,9 +239,16 @@ class ReferenceBackend:
             name: {slot: arrays[f"optimizer/{name}/{slot}"] for slot in group} for name, group in state.slots.items()
         }
         counts = {name: arrays[f"optimizer/{name}/step"] for name in state.counts}
+        averages = {r: {name: arrays[f"average/{r}/{name}"] for name in own} for r, own in state.averages.items()}
         scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
         restored: ReferenceState = msgspec.structs.replace(
-            state, model=model, slots=slots, counts=counts, scale_state=scale_state, step=arrays["step"]
+            state,
+            model=model,
+            slots=slots,
+            counts=counts,
+            scale_state=scale_state,
+            step=arrays["step"],
+            averages=averages,
         )
         return restored
 
@@ -253,8 +267,22 @@ class ReferenceBackend:
         for name, old in survivors.items():
             slots[name] = {slot: state.slots[old].get(slot, array) for slot, array in made.slots[name].items()}
             counts[name] = state.counts[old]
+        averages = {role: dict(own) for role, own in made.averages.items()}
+        for name, old in survivors.items():
+            if name in averages.get("model", ()) and old in state.averages["model"]:
+                averages["model"][name] = state.averages["model"][old]
         kept = {"scale_state": state.scale_state, "step": state.step, "watch": state.watch}
-        return msgspec.structs.replace(made, slots=slots, counts=counts, **kept)
+        return msgspec.structs.replace(made, slots=slots, counts=counts, averages=averages, **kept)
+
+    def averaged(self, state: Any) -> contextlib.AbstractContextManager[MLP]:
+        return contextlib.nullcontext(self.averaged_model(state))
+
+    def averaged_model(self, state: Any) -> MLP:
+        model, averages = state.model, state.averages
+        return model.with_arrays(
+            {n: averages["model"].get(n, v).astype(v.dtype) for n, v in model.parameters.items()},
+            {n: averages["running"].get(n, v).astype(v.dtype) for n, v in model.running.items()},
+        )
 
     @property
     def porting(self) -> Converter:
@@ -335,7 +363,32 @@ def _commit_update(
         )
         parameters[name] = np.asarray(new, parameters[name].dtype)
     model = state.model.with_arrays(parameters, grads.running)
-    return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, **counted)
+    averages = _move_averages(state, model, wide(decision.step))
+    return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, averages=averages, **counted)
+
+
+def _move_averages(state: ReferenceState, model: MLP, count: Any) -> dict[str, dict[str, Array]]:
+    """Return the averages after an applied update (S34)."""
+    if state.recipe.ema is None:
+        return {}
+    share = average_share(state.recipe.ema, count, None, XP)
+    values = _wide_values(model, state.averages["model"], state.recipe)
+    return {
+        role: {name: np.asarray(move_average(old, values[role][name], share, XP)) for name, old in own.items()}
+        for role, own in state.averages.items()
+    }
+
+
+def _wide_values(model: MLP, names: Iterable[str], recipe: Recipe) -> dict[str, dict[str, Array]]:
+    """Return what is averaged, in the averages' dtype."""
+    ema, wide = recipe.ema, np.float64 if recipe.policy.param == "float64" else np.float32
+    if ema is None:
+        return {}
+    running = model.running if ema.statistics == "average" else {}
+    return {
+        "model": {name: model.parameters[name].astype(wide) for name in names},
+        "running": {name: value.astype(wide) for name, value in running.items() if is_floating(value)},
+    }
 
 
 def _existing_gradients(grads: Gradients) -> dict[str, Array]:

@@ -52,6 +52,7 @@ def recipe_settings(recipe: Recipe, native: Mapping[str, Any] | None = None) -> 
         "clip_norm": plain_data(recipe.clip_norm),
         **({} if recipe.clip_value is None else {"clip_value": plain_data(recipe.clip_value)}),
         "accumulate_steps": recipe.accumulate_steps,
+        **({} if recipe.ema is None else {"ema": recipe.ema.to_dict()}),
     }
     decoded: RecipeSettings = msgspec.json.decode(msgspec.json.encode(plain))  # as read back from a file
     return decoded

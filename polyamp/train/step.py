@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Never, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
-from polyamp.contract.backend import State, ValueAndGrad
+from polyamp.contract.backend import KeepsAverages, State, ValueAndGrad
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
 from polyamp.recipe.policy import check_supported
 from polyamp.recipe.recipe import Recipe
@@ -46,6 +46,8 @@ def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any
     if backend is not None:
         registry.check_backend_argument(backend, model)
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
+    if recipe.ema is not None and not isinstance(found, KeepsAverages):
+        raise UnsupportedError(f"the {found.name} backend keeps no averages. Received: {recipe.ema}. Use ema=None.")
     state: State[M] = check_supported(found, recipe.policy).init(model, recipe, **options)
     if getattr(recipe.optimizer, "groups", ()) and not hasattr(state, "groups"):
         raise UnsupportedError(

@@ -18,6 +18,7 @@ from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_err
 from polyamp_jax.arrays import copy_arrays, named_leaves, path_name
 from polyamp_jax.models.adapter import check_streams
 from polyamp_jax.models.libraries import adapt
+from polyamp_jax.step.averages import kept_averages
 from polyamp_jax.step.optimizers import FormulaState, lagging_parameters
 from polyamp_jax.step.state import JaxState, create_state
 
@@ -41,7 +42,10 @@ def refresh_state(state: JaxState, model: Any, plan: RefreshPlan) -> JaxState:
     made = create_state(parts, state.recipe, state.rngs, copy_arrays(state.scale_state), state.backend)
     opt_state = _carry_state(state, made, survivors)
     running = made.running._replace(draws=copy_arrays(state.running.draws))
-    kept = dataclasses.replace(made, opt_state=opt_state, running=running, step=copy_arrays(state.step))
+    averages = kept_averages(state, made.averages, survivors)
+    kept = dataclasses.replace(
+        made, opt_state=opt_state, running=running, step=copy_arrays(state.step), averages=averages
+    )
     kept.setup.watch = state.setup.watch  # the host continues to count the state's steps (S17)
     return kept.with_host_facts(lagging_parameters(opt_state))
 

@@ -24,12 +24,14 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients
 from polyamp.rules import step_checks
+from polyamp.rules.averages import averaged_paths
 from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_jax import compat
 from polyamp_jax.arrays import copy_arrays, dtype_name, is_key, named_leaves, to_numpy
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue, module_paths, parameter_leaves
 from polyamp_jax.models.running_state import RunningState
+from polyamp_jax.step.averages import Averages, averaged_values
 from polyamp_jax.step.jax_only.native_transformations import check_extra_arguments, check_outermost
 from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, commit_to_devices, find_sharding_layout
 from polyamp_jax.step.optimizers import lagging_parameters, make_transformation, widen_parameters
@@ -79,7 +81,7 @@ class StaticSetup:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("params", "opt_state", "scale_state", "running", "rngs", "step"),
+    data_fields=("params", "opt_state", "scale_state", "running", "rngs", "step", "averages"),
     meta_fields=("setup",),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -93,6 +95,7 @@ class JaxState(StateDisplayMixin):
         running: running statistics and the model's own random streams.
         rngs: base keys of the random streams given to `init`; folded with the number of attempted steps.
         step: number of applied updates, int32 scalar.
+        averages: moving averages of parameters and running statistics by role and path (S34); empty without `ema`.
         setup: the static part: the model adapter, the recipe and the backend.
     """
 
@@ -103,6 +106,7 @@ class JaxState(StateDisplayMixin):
     rngs: dict[str, jax.Array]
     step: Any
     setup: StaticSetup
+    averages: Averages = dataclasses.field(default_factory=dict)
 
     lagging: ClassVar[frozenset[int] | None] = None
     """Indices of the parameters that have missed an update (S23); None if unknown, as inside a trace. Not part of the
@@ -256,6 +260,9 @@ def create_state(
         rngs=copy_arrays(rngs),
         step=jnp.array(0, jnp.int32),
         setup=setup,
+        averages=copy_arrays(
+            averaged_values(params, parts.running.statistics, averaged_paths(recipe, named, backend="jax"), recipe)
+        ),
     )
     whole: JaxState = commit_to_devices(state, jax.tree.leaves(params))
     return whole.with_host_facts(frozenset())
@@ -312,6 +319,7 @@ def replace_arrays(state: JaxState, arrays: Mapping[str, Any]) -> JaxState:
         running=RunningState(new["running"], new["rng"]["model"], new["rng"]["draws"]),
         rngs=new["rng"]["given"],
         step=new["step"],
+        averages=new["average"],
     ).with_host_facts(lagging_parameters(new["optimizer"]))
 
 
@@ -320,6 +328,7 @@ def _state_tree(state: JaxState) -> dict[str, Any]:
     return {
         "model": state.params,
         "optimizer": state.opt_state,
+        "average": state.averages,
         "loss_scale": state.scale_state,
         "running": state.running.statistics,
         "rng": {"model": state.running.streams, "given": state.rngs, "draws": state.running.draws},

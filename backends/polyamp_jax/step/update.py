@@ -18,6 +18,7 @@ from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decid
 from polyamp_jax.arrays import XP, select_if_finite
 from polyamp_jax.models.parameter_writes import overlay_writes
 from polyamp_jax.models.running_state import RunningState
+from polyamp_jax.step.averages import moved_averages
 from polyamp_jax.step.grad_stats import fit_gradients, sharded_norm_and_finite
 from polyamp_jax.step.jax_only.native_transformations import OptaxExtraArguments
 from polyamp_jax.step.optimizers import leaves_like, update_parameters
@@ -71,6 +72,7 @@ def _commit_update(
         scale_state=decision.scale_state,
         running=RunningState(statistics, running.streams, jnp.zeros_like(running.draws)),
         step=decision.step,
+        averages=moved_averages(state, params, statistics, decision.step, decision.finite),
     )
     if state.layout is not None:
         leaves, structure = jax.tree.flatten(made)

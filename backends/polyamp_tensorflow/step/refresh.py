@@ -25,6 +25,7 @@ from polyamp_tensorflow.compat import (
 )
 from polyamp_tensorflow.models.layers import check_is_model, is_built
 from polyamp_tensorflow.models.variables import model_variables
+from polyamp_tensorflow.step.averages import carry_averages
 from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
@@ -64,6 +65,7 @@ def refresh_state(state: TensorFlowState, model: Any, plan: RefreshPlan) -> Tens
                 _carry_native_optimizer(old, vars(new.optimizer), len(indices), pairs)
                 _start_averages(new.optimizer, {number for number, _ in pairs})
             new.optimizer_settings = state.optimizer_settings  # as they were at init, for checkpoints
+        carry_averages(state.averages, new.averages, survivors)
         new.take_over(state)
         return new
 

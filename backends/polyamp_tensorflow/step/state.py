@@ -23,6 +23,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules import refresh, step_checks
+from polyamp.rules.averages import averages_in_place_error
 from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_tensorflow.arrays import Array, assign_values, dtype_name, native_variable, to_numpy
@@ -30,6 +31,7 @@ from polyamp_tensorflow.models.layers import StructureSnapshot, is_built, is_lay
 from polyamp_tensorflow.models.variables import ModelVariables, model_variables
 from polyamp_tensorflow.precision.autocast import resolve_policy
 from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
+from polyamp_tensorflow.step.averages import Averages, make_averages
 from polyamp_tensorflow.step.distributed_step import check_replica_variables, has_several_replicas
 from polyamp_tensorflow.step.optimizer_metadata import optimizer_metadata
 from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables, resolve_groups
@@ -52,6 +54,7 @@ class _TrainingVariables(NamedTuple):
     optimizer: Any
     flags: list[bool]
     structure: StructureSnapshot
+    averages: Averages
 
 
 class TensorFlowState(StateDisplayMixin):
@@ -74,6 +77,7 @@ class TensorFlowState(StateDisplayMixin):
         watch: schedule of the host's check for a stuck scale (S17).
         eager_reads: reader of all parameters, for steps that are not compiled.
         waiting: number of threads that wait for `lock` to read or replace everything.
+        has_averages_in_place: whether the model has its averages at the moment, inside of `polyamp.averaged` (S34).
     """
 
     def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
@@ -93,6 +97,7 @@ class TensorFlowState(StateDisplayMixin):
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
         self._training: _TrainingVariables | None = None
         self._retired = False
+        self.has_averages_in_place = False
         self.groups: GroupMembers | None = None
         self.optimizer_settings: dict[str, Any] = {}
         self.plan: ResolvedPolicy
@@ -135,6 +140,11 @@ class TensorFlowState(StateDisplayMixin):
         """Keras optimizer in use."""
         return self._ready().optimizer
 
+    @property
+    def averages(self) -> Averages:
+        """Variables of the moving averages by role and path (S34); empty without `Recipe(ema=...)`."""
+        return self._ready().averages
+
     def _place(self) -> tuple[str, int | str]:
         count, device = "not built", tf.constant(0).device
         if self.is_ready:
@@ -157,7 +167,11 @@ class TensorFlowState(StateDisplayMixin):
         warn_about_average(optimizer, self.recipe.accumulate_steps)
         self.optimizer_settings = optimizer_metadata(optimizer)
         self._training = _TrainingVariables(
-            variables, optimizer, self._trainable(variables), StructureSnapshot(self.model)
+            variables,
+            optimizer,
+            self._trainable(variables),
+            StructureSnapshot(self.model),
+            make_averages(self.recipe, variables),
         )
 
     def check_unchanged(self) -> None:
@@ -167,7 +181,7 @@ class TensorFlowState(StateDisplayMixin):
             ModelError: names the first parameter that was frozen or unfrozen, or the first changed layer.
             StateError: `refresh` replaced this state.
         """
-        variables, _, before, structure = self._ready()
+        variables, _, before, structure, _ = self._ready()
         self.check_alive()
         changed = structure.changed()
         if changed is not None:
@@ -242,6 +256,7 @@ class TensorFlowState(StateDisplayMixin):
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Replace every array between two steps."""
         with self.exclusive_access():
+            self.check_alive()
             for name, variable in self._named_variables().items():
                 native_variable(variable).assign(tf.convert_to_tensor(arrays[name]))
 
@@ -253,8 +268,10 @@ class TensorFlowState(StateDisplayMixin):
         before._retired = True
 
     def check_alive(self) -> None:
-        """Raise if `refresh` replaced this state (see `refresh.check_not_refreshed`)."""
+        """Raise if `refresh` replaced this state, or its model has its averages in place of what is trained."""
         refresh.check_not_refreshed(self._retired)
+        if self.has_averages_in_place:
+            raise averages_in_place_error()
 
     @contextlib.contextmanager
     def exclusive_access(self) -> Iterator[None]:
@@ -273,6 +290,7 @@ class TensorFlowState(StateDisplayMixin):
             "running": running,
             "rng": rng,
             "optimizer": optimizer_variables(self.optimizer, list(parameters)),
+            **{f"average/{role}": own for role, own in self.averages.items()},
             "loss_scale": self._scale._asdict(),
         }
         named = {f"{group}/{name}": variable for group, members in groups.items() for name, variable in members.items()}

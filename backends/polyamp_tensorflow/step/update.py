@@ -22,6 +22,7 @@ from polyamp.rules import clip, step_checks
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_tensorflow.arrays import XP, at_least_float32, is_floating, to_dense
 from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.step.averages import write_averages
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
 from polyamp_tensorflow.step.state import States, TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.scalar_reads import share_scalar_reads
@@ -85,6 +86,7 @@ def _apply_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _Sta
     state.write_running_state(update.running)
     pairs = [(variable, update.gradients.get(name)) for name, variable in state.variables.parameters.items()]
     run_optimizer(state.optimizer, run, pairs, update.norm, state.recipe.clip)
+    write_averages(state, run, update.step)
 
 
 def run_optimizer(

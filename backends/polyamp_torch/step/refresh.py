@@ -48,6 +48,8 @@ def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchStat
         new.scale_state = LossScaleState(*(field.to(new.device) for field in state.scale_state))
         new.step = state.step.to(new.device)
         new.watch = state.watch
+        if new.averages is not None and state.averages is not None:
+            new.averages.carry(state.averages, survivors)
         old = state.optimizer_settings.get("groups", {})  # the values of init, for checkpoints
         made = new.optimizer_settings["groups"]
         new.optimizer_settings = {"groups": {index: old.get(index, options) for index, options in made.items()}}

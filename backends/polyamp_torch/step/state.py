@@ -17,6 +17,7 @@ from polyamp.errors import ModelError, StateError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refresh, step_checks
+from polyamp.rules.averages import averages_in_place_error
 from polyamp.rules.group_members import resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.arrays import dtype_name
@@ -30,6 +31,7 @@ from polyamp_torch.precision.torch_only.unwrapped_paths import (
     unwrapped_paths,
 )
 from polyamp_torch.step import optimizer_metadata, optimizers
+from polyamp_torch.step.averages import MovingAverages
 from polyamp_torch.step.parameter_writes import ParameterWriteTracker
 from polyamp_torch.step.replicas import find_replicas
 from polyamp_torch.step.torch_only import buffers, complex_parameters, state_arrays
@@ -66,6 +68,7 @@ class TorchState(StateDisplayMixin):
         rates: the learning rates of the optimizer's groups, if the recipe has a schedule.
         scale_state: the loss-scale state, tensors on the module's device.
         step: number of applied updates, int32 tensor.
+        averages: moving averages of the parameters (S34); None without `Recipe(ema=...)`.
         parameters: the trainable parameters by `/`-separated path, in the model's order.
         complex_parameters: the complex ones among the trainable parameters.
         one_device: whether all trainable parameters are on one device. They always have one dtype, the policy's; for
@@ -143,6 +146,7 @@ class TorchState(StateDisplayMixin):
         self._retired = False
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.averages = None if recipe.ema is None else MovingAverages(self, recipe.ema)
 
     def _place(self) -> tuple[str, int]:
         return str(self.device), sum(p.numel() for p in self.parameters.values())
@@ -263,13 +267,24 @@ class TorchState(StateDisplayMixin):
         self.buffer_owners = buffers.find_buffer_owners(self.model)
 
     def check_alive(self) -> None:
-        """See `refresh.check_not_refreshed`."""
+        """Raise if the state was refreshed, or its model has its averages in place of the trained parameters."""
         refresh.check_not_refreshed(self._retired)
+        if self.averages is not None and self.averages.in_place:
+            raise averages_in_place_error()
+
+    def refuse_steps(self) -> list[Any]:
+        """Have every step find that the state cannot be trained (`check_alive`); return what `allow_steps` takes."""
+        members, self._members = self._members, [_END_MARK, _END_MARK]
+        return members
+
+    def allow_steps(self, members: list[Any]) -> None:
+        """Undo `refuse_steps`."""
+        self._members = members
 
     def retire(self) -> None:
         """Refuse all further steps; the check of the model in every step detects it."""
         self._retired = True
-        self._members = [_END_MARK, _END_MARK]
+        self.refuse_steps()
 
     def shapes(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return path -> (identity, shape at `init`) of every trained parameter."""
@@ -321,6 +336,7 @@ class TorchState(StateDisplayMixin):
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Restore exported arrays in place; no step runs at the same time."""
         with DeferInterrupts(), self.lock:
+            self.check_alive()
             state_arrays.write_state_arrays(self, arrays)
 
     @property

@@ -173,6 +173,8 @@ def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients]
         _update(state, item, found, decision.finite)
         item.settle(decision.finite)
         state.scale_state, state.step = decision.scale_state, decision.step
+        if state.averages is not None:
+            state.averages.move(state, decision.finite)
         results.append(decision.result(found.stats))
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
     return results

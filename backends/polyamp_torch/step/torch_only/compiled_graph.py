@@ -156,6 +156,8 @@ class CompiledGraph:
             micro_batch_weights(window, state.device),
         )
         state.scale_state, state.step = LossScaleState(*scale_state), step
+        if state.averages is not None:
+            state.averages.move(state, ~skipped)
         torch.clear_autocast_cache()
         aux = map_tree(detach_leaf, stack_aux(auxes, stack=self._recipe.accumulate_steps > 1))
         return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight)

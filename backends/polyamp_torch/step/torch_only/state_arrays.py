@@ -41,7 +41,7 @@ def optimizer_names(state: Any) -> list[str]:
     return [by_id[id(p)] for group in state.optimizer.param_groups for p in group["params"]]
 
 
-def _drop_gathered_parameters(state: Any) -> None:
+def drop_gathered_parameters(state: Any) -> None:
     """Reshard the modules of `fully_shard`, so that the next pass gathers the restored parameters."""
     if state.replicas.engine.name is not None:
         for part in state.model.modules():
@@ -63,6 +63,8 @@ def state_arrays_by_name(state: Any, take: Callable[[torch.Tensor], Any] = to_nu
         state.rates.multiples()
     exported = optimizer_state.export_optimizer(state.optimizer, optimizer_names(state), state.rates, take)
     arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
+    if state.averages is not None:
+        arrays |= {f"average/{name}": take(value) for name, value in state.averages.named().items()}
     arrays |= {f"loss_scale/{name}": take(value) for name, value in state.scale_state._asdict().items()}
     return {**arrays, "step": take(state.step)}
 
@@ -74,12 +76,15 @@ def write_state_arrays(state: Any, arrays: Mapping[str, Any]) -> None:
         state: a state whose lock the caller has acquired.
         arrays: unsharded NumPy arrays, or tensors sharded like those of the state.
     """
-    _drop_gathered_parameters(state)
+    drop_gathered_parameters(state)
     with torch.no_grad():
         for name, p in state_parameters(state).items():
             fill_tensor(p, as_tensor(arrays[f"model/{name}"]))
         for name, b in state_buffers(state).items():
             fill_tensor(b, as_tensor(arrays[f"running/{name}"]))
+        averages = {} if state.averages is None else state.averages.named()
+        for name, average in averages.items():
+            fill_tensor(average, as_tensor(arrays[f"average/{name}"]))
     prefix = "optimizer/"
     exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
     optimizer_state.load_optimizer(state.optimizer, optimizer_names(state), exported)

@@ -58,11 +58,14 @@ def test_s09_parts_equal_one_device(make_kind: Any, kind: str, where: str) -> No
     """50 steps; shardings stay, buffers are donated, and the second step compiles nothing."""
     made = make_kind(kind)
     on, spec = PLACES[where][0](), PLACES[where][1]
-    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2, eps=1e-3), clip_norm=0.5)
+    optimizer = polyamp.adamw(1e-2, eps=1e-3)
+    recipe = polyamp.Recipe(policy="float32", optimizer=optimizer, clip_norm=0.5, ema=polyamp.Ema(0.9))
     alone = polyamp.init(made.model, recipe, **made.options)
     state = polyamp.init(put(made.model, on, spec), recipe, **made.options)
     places = [leaf.sharding for leaf in jax.tree.leaves(state)]
     params = len(jax.tree.leaves(state.params))
+    own = [leaf.sharding for leaf in state.averages["model"].values()]
+    assert sorted(map(str, own)) == sorted(map(str, places[:params]))
     assert all(place.num_devices == 4 for place in places)
     for slot in state.opt_state.slots.values():
         assert [leaf.sharding for leaf in jax.tree.leaves(slot)] == places[:params]
@@ -77,6 +80,7 @@ def test_s09_parts_equal_one_device(make_kind: Any, kind: str, where: str) -> No
     after = [leaf.sharding for leaf in jax.tree.leaves(state)]
     assert after == places
     assert apart(state.params, alone.params) < 1e-6
+    assert apart(state.averages, alone.averages) < 1e-6
     assert apart(state.opt_state, alone.opt_state) < 1e-5
     np.testing.assert_allclose(float(result.loss), float(expected.loss), rtol=1e-5)
     np.testing.assert_allclose(float(result.grad_norm), float(expected.grad_norm), rtol=1e-5)

@@ -57,8 +57,9 @@ def optimizers(rank: int, world: int) -> dict[str, tuple[float, float, bool]]:
     return found
 
 
-def recipes(rank: int, world: int) -> dict[str, tuple[float, float]]:
-    """The same for one recipe with everything, on every engine: distance of the parameters and of the norms."""
+def recipes(rank: int, world: int) -> dict[str, tuple[float, ...]]:
+    """The same for one recipe with everything, on every engine: distance of the parameters, of the norms, of the
+    averages (S34), of the model with them, and of the parameters behind it."""
     recipe = polyamp.Recipe(
         policy="float32",
         optimizer=polyamp.adamw(
@@ -67,6 +68,7 @@ def recipes(rank: int, world: int) -> dict[str, tuple[float, float]]:
         ),
         clip_norm=0.5,
         accumulate_steps=2,
+        ema=polyamp.Ema(0.9, warmup=True, exclude="4/bias"),
     )
     steps = batches(20)
     alone, expected = trained(mlp(), recipe, steps)
@@ -75,7 +77,13 @@ def recipes(rank: int, world: int) -> dict[str, tuple[float, float]]:
         state, results = trained(wrap(mlp(), world), recipe, [part(batch, rank, world) for batch in steps])
         apart = distance([whole(p) for p in state.parameters.values()], list(alone.parameters.values()))
         norms = distance([result.grad_norm for result in results], [result.grad_norm for result in expected])
-        found[name] = (apart, norms)
+        own, others = state.averages.model, alone.averages.model
+        assert list(own) == list(others) == [path for path in alone.parameters if path != "4/bias"]
+        averages = distance([whole(p) for p in own.values()], list(others.values()))
+        with polyamp.averaged(state):
+            inside = [whole(state.parameters[path]) for path in own]
+        after = distance([whole(p) for p in state.parameters.values()], list(alone.parameters.values()))
+        found[name] = (apart, norms, averages, distance(inside, list(others.values())), after)
     return found
 
 

@@ -1,0 +1,83 @@
+"""Moving averages of a state's parameters: their arrays, their move after an update, the model with them (S34)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.recipe.recipe import Recipe
+from polyamp.rules.averages import average_share, move_average
+from polyamp_jax.arrays import XP, copy_arrays, named_leaves
+
+if TYPE_CHECKING:
+    from polyamp_jax.step.state import JaxState
+
+Averages = dict[str, dict[str, jax.Array]]
+"""Role, "model" or "running" -> path -> average; empty without `Recipe(ema=...)`."""
+
+
+def averaged_values(params: Any, statistics: Any, names: Collection[str], recipe: Recipe) -> Averages:
+    """Return what is averaged, in the averages' dtype: new averages are these.
+
+    Args:
+        params: the parameters.
+        statistics: the running statistics.
+        names: paths of the parameters that have an average.
+        recipe: the recipe.
+    """
+    ema = recipe.ema
+    if ema is None:
+        return {}
+    wide = jnp.float64 if recipe.policy.param == "float64" else jnp.float32
+    running = named_leaves(statistics) if ema.statistics == "average" else {}
+    return {
+        "model": {name: leaf.astype(wide) for name, leaf in named_leaves(params).items() if name in names},
+        "running": {n: leaf.astype(wide) for n, leaf in running.items() if jnp.issubdtype(leaf.dtype, jnp.floating)},
+    }
+
+
+def moved_averages(state: JaxState, params: Any, statistics: Any, step: Any, applied: Any) -> Averages:
+    """Return the averages after an update, traceable.
+
+    Args:
+        state: the state before the update.
+        params, statistics: those after it.
+        step: number of applied updates after it, int32 scalar.
+        applied: whether it is applied, boolean scalar; None if it is.
+    """
+    ema, before = state.recipe.ema, state.averages
+    if ema is None:
+        return {}
+    values = averaged_values(params, statistics, before["model"], state.recipe)
+    wide = jnp.float64 if state.recipe.policy.param == "float64" else jnp.float32
+    share = average_share(ema, step.astype(wide), applied, XP)
+    return {
+        role: {name: move_average(old, values[role][name], share, XP) for name, old in own.items()}
+        for role, own in before.items()
+    }
+
+
+def averaged_model(state: JaxState) -> Any:
+    """Return the model with copies of the averages, and of everything else."""
+    params = _replace_leaves(state.params, state.averages["model"])
+    statistics = _replace_leaves(state.running.statistics, state.averages["running"])
+    return state.setup.adapter.join(copy_arrays(params), copy_arrays(state.running._replace(statistics=statistics)))
+
+
+def kept_averages(state: JaxState, made: Averages, survivors: Mapping[str, str]) -> Averages:
+    """Return the averages of a refreshed state: those of surviving parameters go on, others are new (S28)."""
+    old = state.averages.get("model", {})
+    kept = {name: copy_arrays(old[was]) for name, was in survivors.items() if was in old}
+    return {
+        role: {name: kept.get(name, leaf) if role == "model" else leaf for name, leaf in own.items()}
+        for role, own in made.items()
+    }
+
+
+def _replace_leaves(tree: Any, averages: Mapping[str, jax.Array]) -> Any:
+    """Return the tree with averages in place of the leaves of their names, in the leaves' dtypes."""
+    leaves = [averages[n].astype(leaf.dtype) if n in averages else leaf for n, leaf in named_leaves(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)

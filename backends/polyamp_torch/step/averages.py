@@ -1,0 +1,171 @@
+"""Moving averages of a state's parameters: their tensors, their move after an update, the model with them (S34)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from polyamp.array_namespace import PYTHON
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.ema import Ema
+from polyamp.rules.averages import average_share, averaged_paths
+from polyamp_torch.arrays import DTYPES, XP
+from polyamp_torch.compat import foreach_lerp_
+from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.step.torch_only.state_arrays import drop_gathered_parameters, state_buffers
+
+if TYPE_CHECKING:
+    from polyamp_torch.step.state import TorchState
+
+
+class MovingAverages:
+    """Averages of a state's parameters, and of its running statistics with `Ema(statistics="average")`.
+
+    Attributes:
+        model: path -> average of a parameter, on its device and sharded as it is.
+        running: path -> average of a floating buffer.
+        in_place: whether the model has the averages at the moment, inside of `averaged`.
+    """
+
+    def __init__(self, state: TorchState, ema: Ema) -> None:
+        self._ema = ema
+        self._dtype = DTYPES["float64" if state.recipe.policy.param == "float64" else "float32"]
+        paths = averaged_paths(state.recipe, state.parameters, backend="torch")
+        self.model = {path: self._wide(state.parameters[path]) for path in paths}
+        buffers = state_buffers(state) if ema.statistics == "average" else {}
+        self.running = {path: self._wide(b) for path, b in buffers.items() if b.is_floating_point()}
+        self.in_place = False
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the averages by their names in a checkpoint, after `average/`."""
+        return {
+            f"{role}/{path}": average
+            for role, own in (("model", self.model), ("running", self.running))
+            for path, average in own.items()
+        }
+
+    @torch.no_grad()
+    def move(self, state: TorchState, applied: torch.Tensor | None) -> None:
+        """Move the averages after an update. Off the CPU nothing is read on the host.
+
+        Args:
+            state: the state after the update.
+            applied: whether it was applied, boolean scalar; None if it was.
+        """
+        share: Any
+        if can_read_without_sync(state.device):
+            if applied is not None and not bool(applied):
+                return
+            share = average_share(self._ema, float(int(state.step)), None, PYTHON)
+            if share == 0.0:
+                return
+        else:
+            applied = None if applied is None else applied.to(state.device)
+            share = average_share(self._ema, state.step.to(self._dtype), applied, XP)
+        averages, values = self._pairs(state)
+        values = [v if v.dtype == old.dtype else v.to(old.dtype) for old, v in zip(averages, values, strict=True)]
+        if not isinstance(share, float):
+            share = [share.to(average.device) for average in averages]
+        foreach_lerp_(averages, values, share)
+
+    def carry(self, before: MovingAverages, survivors: Mapping[str, str]) -> None:
+        """Copy the averages of surviving parameters from the state that was refreshed (S28)."""
+        for now, was in survivors.items():
+            if now in self.model and was in before.model:
+                self.model[now].copy_(before.model[was])
+
+    @torch.no_grad()
+    def write_to_model(self, state: TorchState) -> list[torch.Tensor]:
+        """Write the averages to the model; return copies of what was there, for `write_back`."""
+        drop_gathered_parameters(state)
+        averages, places = self._pairs(state)
+        kept = [place.clone() for place in places]
+        for place, average in zip(places, averages, strict=True):
+            place.copy_(average)
+        return kept
+
+    @torch.no_grad()
+    def write_back(self, state: TorchState, kept: list[torch.Tensor]) -> None:
+        """Undo `write_to_model`."""
+        drop_gathered_parameters(state)
+        for place, value in zip(self._pairs(state)[1], kept, strict=True):
+            place.copy_(value)
+
+    def _pairs(self, state: TorchState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the averages, and what they are of, as local real tensors."""
+        buffers = state_buffers(state) if self.running else {}
+        averages = [*self.model.values(), *self.running.values()]
+        values = [*(state.parameters[path].detach() for path in self.model), *(buffers[path] for path in self.running)]
+        return state.plain(averages), state.plain(values)
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.detach()
+        return found.clone() if found.is_complex() else found.to(self._dtype, copy=True)
+
+
+@contextlib.contextmanager
+def averaged(state: TorchState) -> Iterator[nn.Module]:
+    """Context manager that yields the model with its averages in place of the trained parameters.
+
+    Raises:
+        StateError: the state was refreshed, or is in such a block already.
+    """
+    averages: Any = state.averages
+    with state.lock:
+        state.check_alive()
+        kept = averages.write_to_model(state)
+        averages.in_place = True
+        members = state.refuse_steps()
+    torch.clear_autocast_cache()
+    try:
+        yield state.model
+    finally:
+        with state.lock:
+            averages.write_back(state, kept)
+            averages.in_place = False
+            state.allow_steps(members)
+        torch.clear_autocast_cache()
+
+
+@torch.no_grad()
+def averaged_model(state: TorchState) -> nn.Module:
+    """Return a copy of the model with the averages; of a DistributedDataParallel, of the module in it.
+
+    Raises:
+        UnsupportedError: the model is sharded, or cannot be copied.
+        StateError: the state was refreshed, or is in `averaged`.
+    """
+    averages: Any = state.averages
+    with state.lock:
+        state.check_alive()
+        engine = state.replicas.engine.name
+        if engine not in (None, "ddp"):
+            raise UnsupportedError(
+                f"averaged_model copies a model that one process holds whole. Received: a model under {engine}. Use "
+                "`with polyamp.averaged(state) as model:`, which needs no copy."
+            )
+        model: Any = state.model if engine is None else state.model.module
+        try:
+            copied = copy.deepcopy(model)
+        except Exception as error:
+            raise UnsupportedError(
+                f"averaged_model cannot copy this {type(model).__name__} ({type(error).__name__}: {error}). Use `with "
+                "polyamp.averaged(state) as model:`, which needs no copy."
+            ) from error
+        buffers = state_buffers(state)
+        found = {id(state.parameters[path]): average for path, average in averages.model.items()}
+        found |= {id(buffers[path]): average for path, average in averages.running.items()}
+        for place, twin in zip(_tensors(model), _tensors(copied), strict=True):
+            if id(place) in found:
+                twin.copy_(found[id(place)])
+        return copied
+
+
+def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    return [*(p for _, p in tree_parameters(model)), *(b for _, b in nn.Module.named_buffers(model))]
