@@ -17,7 +17,7 @@ from polyamp.rules.group_members import GroupMembers
 from polyamp.train import recipe_changes
 from polyamp.train.recipe_changes import SettingChange
 
-_PATHS: Final = ("policy.overrides", "policy.aliases", "policy.op_rules")
+_PATHS: Final = ("policy.overrides", "policy.aliases", "policy.op_rules", "ema.exclude")
 
 
 def member_settings(groups: GroupMembers) -> tuple[list[dict[str, Any]], dict[str, int]]:

@@ -1,6 +1,6 @@
 """`TrainingState`, the canonical layout of a training state, and conversion from and to a `TrainingSide`.
 
-It has masters, moments, counts, loss scale and steps.
+It has masters, moments, averages, counts, loss scale and steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class TrainingState:
         optimizer: kind of optimizer, as in a recipe file.
         loss_scale: the known fields of `LossScaleState`, as numbers.
         step: number of applied updates.
+        averages: "path/array" -> moving average of a parameter or of a running statistic (S34).
     """
 
     parameters: Mapping[str, Lazy]
@@ -42,6 +43,7 @@ class TrainingState:
     optimizer: str
     loss_scale: Mapping[str, float]
     step: int
+    averages: Mapping[str, Lazy] = dataclasses.field(default_factory=dict)
 
 
 class ArrayMapping(NamedTuple):
@@ -65,7 +67,9 @@ def canonical_state(side: TrainingSide, mappings: Sequence[ArrayMapping]) -> Tra
     parameters: dict[str, Lazy] = {}
     slots: SlotArrays = {slot: {} for slot in side.optimizer.slots}
     counts: dict[str, int] = {}
+    averages: dict[str, Lazy] = {}
     for mapping in mappings:
+        averages |= _named_arrays(mapping, _canonical_averages(side, mapping))
         parameters |= _named_arrays(mapping, canonical_parameters(side, mapping))
         for slot in slots:
             slots[slot] |= _named_arrays(mapping, canonical_slot(side, slot, mapping))
@@ -79,7 +83,7 @@ def canonical_state(side: TrainingSide, mappings: Sequence[ArrayMapping]) -> Tra
                 counts |= {f"{mapping.path}/{name}": max(counted) for name in rule.canonical}
     fields = {name: f"loss_scale/{name}" for name in LossScaleState._fields}
     scale = {name: side.arrays[array].item() for name, array in fields.items() if array in side.arrays}
-    return TrainingState(parameters, slots, counts, side.optimizer.type, scale, side.step or 0)
+    return TrainingState(parameters, slots, counts, side.optimizer.type, scale, side.step or 0, averages)
 
 
 def canonical_parameters(side: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
@@ -96,6 +100,13 @@ def canonical_slot(side: TrainingSide, slot: str, mapping: ArrayMapping) -> dict
     kept = {name: _read_slot(side, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
     there = {name: array for name, array in kept.items() if array is not None}
     return _available_native_rules(mapping.form, there).arrays(there, gradients=True)
+
+
+def _canonical_averages(side: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
+    """Return the averages of one layer by canonical array, as far as all that make it have one."""
+    names = {name: f"average/{side.leaves[leaf.name]}" for name, leaf in mapping.layer.leaves.items()}
+    there = {name: Lazy.of(side.arrays[array]) for name, array in names.items() if array in side.arrays}
+    return _available_native_rules(mapping.form, there).arrays(there)
 
 
 def native_state_arrays(
@@ -131,7 +142,7 @@ def native_state_arrays(
             for name in rule.native:
                 leaf = mapping.layer.leaves[name]
                 counts[leaf.name] = 0 if leaf.name in fresh else number
-    said = _write_counts(new, side, counts, given.step)
+    said = _write_counts(new, side, counts, given.step) + _write_averages(new, given, side, mappings)
     if fresh:
         named = ", ".join(dict.fromkeys(fresh))
         said.append(f"trained in the target alone, so that the optimizer's state of it begins anew: {named}")
@@ -289,6 +300,26 @@ def _write_counts(new: dict[str, Array], side: TrainingSide, counts: Mapping[str
                 "bias correction goes on with the larger number"
             )
     return said
+
+
+def _write_averages(
+    new: dict[str, Array], given: TrainingState, side: TrainingSide, mappings: Sequence[ArrayMapping]
+) -> list[str]:
+    """Write the averages into the target's arrays, and return notes. Without one, an average is its parameter (S34)."""
+    alone: list[str] = []
+    for mapping in mappings:
+        values = transfer_arrays(mapping, given.averages)
+        made = _available_canonical_rules(mapping.form, values).leaves(values, mapping.layer.arrays)
+        for name, leaf in mapping.layer.leaves.items():
+            array = f"average/{side.leaves[leaf.name]}"
+            if array in side.arrays:
+                alone += [] if name in made else [leaf.name]
+                _write_values(new, side, leaf, array, made.get(name) or Lazy.of(new[side.leaves[leaf.name]]))
+    if given.averages and not any(name.startswith("average/") for name in side.arrays):
+        return ["the source's averages of parameters are not moved: the target's recipe has no ema"]
+    if alone:
+        return [f"without an average in the source, so that its average begins at what was moved: {', '.join(alone)}"]
+    return []
 
 
 def _write_number(new: dict[str, Array], side: TrainingSide, name: str, number: float) -> None:

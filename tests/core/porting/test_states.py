@@ -88,6 +88,30 @@ def test_everything_of_a_state_moves(name: str, tmp_path: Path) -> None:
     assert equal(source, again)
 
 
+def test_s34_averages_move_and_begin_at_what_was_moved(tmp_path: Path) -> None:
+    ema = polyamp.Ema(0.5, exclude="dense1/bias")
+    source = trained(recipe(ema=ema))
+    assert len([name for name in arrays(source) if name.startswith("average/")]) == 3
+    moved, report = polyamp.port(source, fresh(1, recipe(ema=ema)))
+    assert equal(source, moved)
+    assert report.clean
+    polyamp.save(source, tmp_path / "state")
+    again, _ = polyamp.port(tmp_path / "state", fresh(2, recipe(ema=ema.replace(exclude="dense1/*"))))
+    assert sorted(name for name in arrays(again) if name.startswith("average/")) == [
+        "average/model/dense0/bias",
+        "average/model/dense0/kernel",
+    ]
+    with pytest.raises(PortError, match=r"ema\.decay: 0\.5 -> 0\.9"):
+        polyamp.port(source, fresh(1, recipe(ema=polyamp.Ema(0.9))))
+
+    begun, report = polyamp.port(trained(recipe()), fresh(1, recipe(ema=ema)))
+    assert "without an average in the source, so that its average begins at what was moved: dense0/kernel" in str(report)
+    for name in ("dense0/kernel", "dense0/bias", "dense1/kernel"):
+        assert np.array_equal(arrays(begun)[f"average/model/{name}"], arrays(begun)[f"model/{name}"])
+    _, report = polyamp.port(source, fresh(1, recipe()))
+    assert "the source's averages of parameters are not moved: the target's recipe has no ema" in str(report)
+
+
 def test_a_state_goes_on_with_the_targets_recipe_where_told() -> None:
     source = trained(recipe())
     target = fresh(1, recipe(polyamp.adam(0.2), clip_norm=1.0))

@@ -14,7 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import polyamp
+from polyamp import porting
 from tests import garbage
 from tests.porting.states import models
 
@@ -30,6 +33,12 @@ def trained(framework: str, step: Any, state: Any, numbers: Iterable[int]) -> tu
         run["scale"].append(float(state.scale_state.scale))
         run["skipped"].append(bool(result.skipped))
     return state, run
+
+
+def average_norms(state: Any) -> list[float]:
+    """Norms of the averages in canonical layout, which is one in all frameworks (S34)."""
+    averages = porting.training_state(state).averages.values()
+    return sorted(float(np.linalg.norm(average.read())) for average in averages)
 
 
 def main(framework: str, folder: Path) -> None:
@@ -50,6 +59,7 @@ def main(framework: str, folder: Path) -> None:
             polyamp.save(state, folder / f"{library}-{name}")
             state, after = trained(framework, step, state, range(models.STOP, models.STEPS))
             first[f"{library}-{name}"] = {key: before[key] + after[key] for key in before}
+            first[f"{library}-{name}"]["averages"] = average_norms(state)
             held[library, name] = state, step
     if framework == "torch":  # float32 curves are the same everywhere (S21): one of each is enough
         for name, recipe in models.RECIPES.items():
@@ -66,7 +76,7 @@ def main(framework: str, folder: Path) -> None:
             state, report = polyamp.port(folder / f"{source}-{name}", state, rows={"mix": None})
             state, run = trained(framework, step, state, range(models.STOP, models.STEPS))
             said = {"moved": len(report.moved), "step": int(state.step), "recipe": list(map(str, report.recipe))}
-            second[f"{source}>{library}-{name}"] = {**run, **said}
+            second[f"{source}>{library}-{name}"] = {**run, **said, "averages": average_norms(state)}
     print(json.dumps(second), flush=True)
 
 

@@ -31,6 +31,7 @@ RECIPES: Final = {
             weight_decay=0.1,
             groups=polyamp.no_decay("bias", "norm"),
         ),
+        ema=polyamp.Ema(0.9, statistics="average"),
     ),
     "momentum": polyamp.Recipe(
         policy="mixed_float16",
