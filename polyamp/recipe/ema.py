@@ -39,7 +39,8 @@ class Ema(Record):
         >>> import numpy as np, polyamp
         >>> from polyamp.reference import MLP
         >>> recipe = polyamp.Recipe(optimizer=polyamp.sgd(0.5), ema=polyamp.Ema(decay=0.9))
-        >>> state = polyamp.init(MLP({"dense0/kernel": np.ones((1, 1), "f4"), "dense0/bias": np.zeros(1, "f4")}), recipe)
+        >>> weights = {"dense0/kernel": np.ones((1, 1), "f4"), "dense0/bias": np.zeros(1, "f4")}
+        >>> state = polyamp.init(MLP(weights), recipe)
         >>> step = polyamp.train_step(lambda model, x: polyamp.losses.mean_squared_error(model(x), x * 0.0), recipe)
         >>> for _ in range(3):
         ...     state, _ = step(state, np.ones((2, 1), "f4"))

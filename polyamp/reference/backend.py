@@ -278,7 +278,8 @@ class ReferenceBackend:
         return contextlib.nullcontext(self.averaged_model(state))
 
     def averaged_model(self, state: Any) -> MLP:
-        model, averages = state.model, state.averages
+        model: MLP = state.model
+        averages = state.averages
         return model.with_arrays(
             {n: averages["model"].get(n, v).astype(v.dtype) for n, v in model.parameters.items()},
             {n: averages["running"].get(n, v).astype(v.dtype) for n, v in model.running.items()},

@@ -16,7 +16,8 @@ def averaged(state: State[M]) -> AbstractContextManager[M]:
     """Return a context manager that yields the model with its averages, and then puts the trained parameters back.
 
     In torch and Keras it is `state.model` itself: no second model is made, so this works for models that are sharded or
-    cannot be copied. In the block the state cannot be stepped, saved or refreshed. In JAX it is `averaged_model(state)`.
+    cannot be copied. In the block the state cannot be stepped, saved or refreshed. In JAX it is that of
+    `averaged_model`.
 
     Args:
         state: a state whose recipe has `ema`. Before the first applied update the averages are the parameters.

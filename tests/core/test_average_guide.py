@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import polyamp
 

@@ -1,9 +1,12 @@
-"""Moving averages of a state's parameters: their arrays, their move after an update, the model with them (S34)."""
+"""Moving averages of a state's parameters: their arrays, their move after an update, the model with them (S34).
+
+The states are `JaxState`s, annotated as `Any` because `state` imports this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,6 @@ import jax.numpy as jnp
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules.averages import average_share, move_average
 from polyamp_jax.arrays import XP, copy_arrays, named_leaves
-
-if TYPE_CHECKING:
-    from polyamp_jax.step.state import JaxState
 
 Averages = dict[str, dict[str, jax.Array]]
 """Role, "model" or "running" -> path -> average; empty without `Recipe(ema=...)`."""
@@ -39,7 +39,7 @@ def averaged_values(params: Any, statistics: Any, names: Collection[str], recipe
     }
 
 
-def moved_averages(state: JaxState, params: Any, statistics: Any, step: Any, applied: Any) -> Averages:
+def moved_averages(state: Any, params: Any, statistics: Any, step: Any, applied: Any) -> Averages:
     """Return the averages after an update, traceable.
 
     Args:
@@ -60,14 +60,14 @@ def moved_averages(state: JaxState, params: Any, statistics: Any, step: Any, app
     }
 
 
-def averaged_model(state: JaxState) -> Any:
+def averaged_model(state: Any) -> Any:
     """Return the model with copies of the averages, and of everything else."""
     params = _replace_leaves(state.params, state.averages["model"])
     statistics = _replace_leaves(state.running.statistics, state.averages["running"])
     return state.setup.adapter.join(copy_arrays(params), copy_arrays(state.running._replace(statistics=statistics)))
 
 
-def kept_averages(state: JaxState, made: Averages, survivors: Mapping[str, str]) -> Averages:
+def kept_averages(state: Any, made: Averages, survivors: Mapping[str, str]) -> Averages:
     """Return the averages of a refreshed state: those of surviving parameters go on, others are new (S28)."""
     old = state.averages.get("model", {})
     kept = {name: copy_arrays(old[was]) for name, was in survivors.items() if was in old}

@@ -1,12 +1,15 @@
-"""Moving averages of a state's parameters: their variables, their move after an update, the model with them (S34)."""
+"""Moving averages of a state's parameters: their variables, their move after an update, the model with them (S34).
+
+The states are `TensorFlowState`s, annotated as `Any` because `state` imports this module.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,10 +20,6 @@ from polyamp.rules.averages import average_share, averaged_paths, move_average
 from polyamp_tensorflow.arrays import XP, assign_values, native_variable
 from polyamp_tensorflow.models.layers import is_container
 from polyamp_tensorflow.models.variables import ModelVariables, model_variables
-
-if TYPE_CHECKING:
-    from polyamp_tensorflow.step.replicas import ReplicaRun
-    from polyamp_tensorflow.step.state import TensorFlowState
 
 Averages = dict[str, dict[str, Any]]
 """Role, "model" or "running" -> path -> variable; empty without `Recipe(ema=...)`."""
@@ -45,7 +44,7 @@ def make_averages(recipe: Recipe, variables: ModelVariables) -> Averages:
     }
 
 
-def write_averages(state: TensorFlowState, run: ReplicaRun, step: Any) -> None:
+def write_averages(state: Any, run: Callable[..., Any], step: Any) -> None:
     """Move the averages after an applied update, in the body of `merge_replica_calls`.
 
     Args:
@@ -76,7 +75,7 @@ def carry_averages(before: Averages, now: Averages, survivors: Mapping[str, str]
 
 
 @contextlib.contextmanager
-def averaged(state: TensorFlowState) -> Iterator[Any]:
+def averaged(state: Any) -> Iterator[Any]:
     """Context manager that yields the model with its averages in place of the trained parameters.
 
     Raises:
@@ -99,7 +98,7 @@ def averaged(state: TensorFlowState) -> Iterator[Any]:
             state.has_averages_in_place = False
 
 
-def averaged_model(state: TensorFlowState) -> Any:
+def averaged_model(state: Any) -> Any:
     """Return a copy of the model with the averages.
 
     Raises:
@@ -141,7 +140,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _pairs(state: TensorFlowState) -> tuple[list[Any], list[Any]]:
+def _pairs(state: Any) -> tuple[list[Any], list[Any]]:
     """Return the averages, and the variables that they are of."""
     roles = {"model": state.variables.parameters, "running": state.variables.running}
     found = [

@@ -1,11 +1,14 @@
-"""Moving averages of a state's parameters: their tensors, their move after an update, the model with them (S34)."""
+"""Moving averages of a state's parameters: their tensors, their move after an update, the model with them (S34).
+
+The states are `TorchState`s, annotated as `Any` because `state` imports this module.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +23,6 @@ from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.torch_only.state_arrays import drop_gathered_parameters, state_buffers
 
-if TYPE_CHECKING:
-    from polyamp_torch.step.state import TorchState
-
 
 class MovingAverages:
     """Averages of a state's parameters, and of its running statistics with `Ema(statistics="average")`.
@@ -33,7 +33,7 @@ class MovingAverages:
         in_place: whether the model has the averages at the moment, inside of `averaged`.
     """
 
-    def __init__(self, state: TorchState, ema: Ema) -> None:
+    def __init__(self, state: Any, ema: Ema) -> None:
         self._ema = ema
         self._dtype = DTYPES["float64" if state.recipe.policy.param == "float64" else "float32"]
         paths = averaged_paths(state.recipe, state.parameters, backend="torch")
@@ -51,7 +51,7 @@ class MovingAverages:
         }
 
     @torch.no_grad()
-    def move(self, state: TorchState, applied: torch.Tensor | None) -> None:
+    def move(self, state: Any, applied: torch.Tensor | None) -> None:
         """Move the averages after an update. Off the CPU nothing is read on the host.
 
         Args:
@@ -81,7 +81,7 @@ class MovingAverages:
                 self.model[now].copy_(before.model[was])
 
     @torch.no_grad()
-    def write_to_model(self, state: TorchState) -> list[torch.Tensor]:
+    def write_to_model(self, state: Any) -> list[torch.Tensor]:
         """Write the averages to the model; return copies of what was there, for `write_back`."""
         drop_gathered_parameters(state)
         averages, places = self._pairs(state)
@@ -91,13 +91,13 @@ class MovingAverages:
         return kept
 
     @torch.no_grad()
-    def write_back(self, state: TorchState, kept: list[torch.Tensor]) -> None:
+    def write_back(self, state: Any, kept: list[torch.Tensor]) -> None:
         """Undo `write_to_model`."""
         drop_gathered_parameters(state)
         for place, value in zip(self._pairs(state)[1], kept, strict=True):
             place.copy_(value)
 
-    def _pairs(self, state: TorchState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _pairs(self, state: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the averages, and what they are of, as local real tensors."""
         buffers = state_buffers(state) if self.running else {}
         averages = [*self.model.values(), *self.running.values()]
@@ -110,7 +110,7 @@ class MovingAverages:
 
 
 @contextlib.contextmanager
-def averaged(state: TorchState) -> Iterator[nn.Module]:
+def averaged(state: Any) -> Iterator[nn.Module]:
     """Context manager that yields the model with its averages in place of the trained parameters.
 
     Raises:
@@ -134,7 +134,7 @@ def averaged(state: TorchState) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def averaged_model(state: TorchState) -> nn.Module:
+def averaged_model(state: Any) -> nn.Module:
     """Return a copy of the model with the averages; of a DistributedDataParallel, of the module in it.
 
     Raises:
@@ -152,7 +152,7 @@ def averaged_model(state: TorchState) -> nn.Module:
             )
         model: Any = state.model if engine is None else state.model.module
         try:
-            copied = copy.deepcopy(model)
+            copied: nn.Module = copy.deepcopy(model)
         except Exception as error:
             raise UnsupportedError(
                 f"averaged_model cannot copy this {type(model).__name__} ({type(error).__name__}: {error}). Use `with "

@@ -105,7 +105,9 @@ def test_s34_averages_move_and_begin_at_what_was_moved(tmp_path: Path) -> None:
         polyamp.port(source, fresh(1, recipe(ema=polyamp.Ema(0.9))))
 
     begun, report = polyamp.port(trained(recipe()), fresh(1, recipe(ema=ema)))
-    assert "without an average in the source, so that its average begins at what was moved: dense0/kernel" in str(report)
+    assert "without an average in the source, so that its average begins at what was moved: dense0/kernel" in str(
+        report
+    )
     for name in ("dense0/kernel", "dense0/bias", "dense1/kernel"):
         assert np.array_equal(arrays(begun)[f"average/model/{name}"], arrays(begun)[f"model/{name}"])
     _, report = polyamp.port(source, fresh(1, recipe()))

@@ -25,7 +25,10 @@ from polyamp.train.recipe_changes import list_changes, recipe_settings
         ({"warmup": 10}, r"warmup must be True or False\. Received: warmup=10"),
         ({"every": 0}, r"every must be an integer of at least 1\. Received: every=0"),
         ({"every": 2.0}, r"Received: every=2\.0"),
-        ({"statistics": "averages"}, r"'current' or 'average'\. Received: statistics='averages'\. Did you mean 'average'"),
+        (
+            {"statistics": "averages"},
+            r"'current' or 'average'\. Received: statistics='averages'\. Did you mean 'average'",
+        ),
         ({"exclude": "head.bias"}, r"each glob of exclude.*Received: 'head\.bias'\. Did you mean 'head/bias'\?"),
         ({"exclude": 3}, r"exclude must be a glob or several\. Received: exclude=3"),
     ],
@@ -54,7 +57,7 @@ def test_files_and_changes(ema: polyamp.Ema) -> None:
     assert hash(recipe) == hash(polyamp.Recipe(ema=ema.replace()))
     (change, *_) = list_changes(recipe_settings(recipe), recipe_settings(recipe.replace(ema=ema.replace(decay=0.25))))
     assert str(change) == f"ema.decay: {ema.decay} -> 0.25"
-    assert [str(c) for c in list_changes(recipe_settings(polyamp.Recipe()), recipe_settings(recipe))][0].startswith(
+    assert next(str(c) for c in list_changes(recipe_settings(polyamp.Recipe()), recipe_settings(recipe))).startswith(
         "ema: (not there) -> {decay: "
     )
     with pytest.raises(RecipeError, match=r"Received: 'momentum'"):
