@@ -9,6 +9,7 @@ import pytest
 
 import polyamp
 from polyamp.conformance.problems import (
+    advance,
     batch,
     changed_arrays,
     flat_weights,
@@ -301,6 +302,23 @@ def test_s11_clip_by_value(backend: Backend, harness: Harness, scale: float | No
     polyamp.apply_gradients(state, given)
     for (_, value), expected in zip(backend.named_gradients(given), plain, strict=True):
         np.testing.assert_allclose(backend.to_numpy(value), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_s11_clip_eps_is_added_to_the_norm(backend: Backend, harness: Harness) -> None:
+    """With 1e-6 as torch's `clip_grad_norm_`; at a norm of 1e-3 gradients are a thousandth smaller."""
+
+    def small(model: Any, batch: Any) -> Any:
+        return loss_fn(model, batch) * 1e-3
+
+    start = flat_weights(harness, polyamp.init(harness.mlp(layers()), recipe()))
+    moved, norm = {}, 0.0
+    for eps in (0.0, 1e-6):
+        made = recipe(optimizer=polyamp.sgd(1000.0), clip_norm=5e-4, clip_eps=eps)
+        state, (result,) = advance(polyamp.init(harness.mlp(layers()), made), [batch()], small)
+        moved[eps], norm = start - flat_weights(harness, state), to_float(backend, result.grad_norm)
+    assert 6e-4 < norm < 1e-2
+    share = np.linalg.norm(moved[1e-6]) / np.linalg.norm(moved[0.0])
+    np.testing.assert_allclose(1.0 - share, 1e-6 / (norm + 1e-6), rtol=0.02)
 
 
 def test_s11_a_gradient_that_is_not_finite_is_not_clipped_away(backend: Backend, harness: Harness) -> None:

@@ -58,6 +58,8 @@ class Recipe(Record, kw_only=True):
         optimizer: a polyamp spec, or the framework's own optimizer.
         clip_norm: maximum global L2 norm of the unscaled gradients (S11), or None.
         clip_value: maximum magnitude of each element of the unscaled gradients (S11), or None. Excludes `clip_norm`.
+        clip_eps: what is added to the norm before it is compared with `clip_norm`: 1e-6 in torch's `clip_grad_norm_`,
+            0 in optax and Keras.
         accumulate_steps: micro-batches per update (S8).
         ema: moving averages of the parameters for evaluation (S34), a `polyamp.Ema`, or None.
         aliases: names for modules whose paths differ between frameworks: `{"blocks/*": {"torch": "transformer/h/*",
@@ -83,6 +85,7 @@ class Recipe(Record, kw_only=True):
     optimizer: AnyOptimizer = AdamW()
     clip_norm: float | None = None
     clip_value: float | None = None
+    clip_eps: float = 0.0
     accumulate_steps: int = 1
     ema: Ema | None = None
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -98,6 +101,7 @@ class Recipe(Record, kw_only=True):
             optimizer: AnyOptimizer = ...,
             clip_norm: float | None = None,
             clip_value: float | None = None,
+            clip_eps: float = 0.0,
             accumulate_steps: int = 1,
             ema: Ema | None = None,
             aliases: Mapping[str, Mapping[str, str]] = ...,
@@ -150,7 +154,7 @@ class Recipe(Record, kw_only=True):
     @property
     def clip(self) -> ClipLimits:
         """The limits of the gradients."""
-        return ClipLimits(self.clip_norm, self.clip_value)
+        return ClipLimits(self.clip_norm, self.clip_value, self.clip_eps)
 
     def _share_aliases(self) -> None:
         """Make recipe and policy share aliases, so `recipe.policy.autocast(model)` reads overrides as the step does."""

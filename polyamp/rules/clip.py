@@ -13,15 +13,15 @@ from polyamp.array_namespace import ArrayNamespace
 from polyamp.recipe.clip_limits import ClipLimits
 
 
-def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace) -> Any:
-    """Return the factor for clipping by global norm: `max_norm / max(norm, max_norm)`, at most 1.
+def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace, eps: float = 0.0) -> Any:
+    """Return the factor for clipping by global norm: `max_norm / max(norm + eps, max_norm)`, at most 1.
 
     >>> from polyamp.array_namespace import PYTHON
     >>> clip_factor(4.0, 1.0, PYTHON), clip_factor(0.5, 1.0, PYTHON)
     (0.25, 1.0)
     """
     limit = xp.asarray(max_norm, norm)
-    return limit / xp.maximum(norm, limit)
+    return limit / xp.maximum(norm + eps if eps else norm, limit)
 
 
 def clip_transformation(limits: ClipLimits, norm: Any, xp: ArrayNamespace) -> Callable[[Any], Any]:
@@ -39,7 +39,7 @@ def clip_transformation(limits: ClipLimits, norm: Any, xp: ArrayNamespace) -> Ca
     -1.5
     """
     if limits.norm is not None:
-        factor = clip_factor(norm, limits.norm, xp)
+        factor = clip_factor(norm, limits.norm, xp, limits.eps)
         return lambda grad: grad * xp.asarray(factor, grad)
     if limits.value is not None:
         largest = limits.value

@@ -51,6 +51,7 @@ def recipe_settings(recipe: Recipe, native: Mapping[str, Any] | None = None) -> 
         "optimizer": plain_data(optimizer) if is_spec(optimizer) else dict(native or {}),
         "clip_norm": plain_data(recipe.clip_norm),
         **({} if recipe.clip_value is None else {"clip_value": plain_data(recipe.clip_value)}),
+        **({"clip_eps": recipe.clip_eps} if recipe.clip_eps else {}),
         "accumulate_steps": recipe.accumulate_steps,
         **({} if recipe.ema is None else {"ema": recipe.ema.to_dict()}),
     }

@@ -74,12 +74,12 @@ def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
 
     Args:
         scaler: the scaler.
-        **options: `optimizer`, the optimizer to wrap; and `clip_norm`, `clip_value`, `accumulate_steps`.
+        **options: `optimizer`, the optimizer to wrap; and `clip_norm`, `clip_value`, `clip_eps`, `accumulate_steps`.
 
     Raises:
         RecipeError: no optimizer to wrap.
     """
-    known = ("optimizer", "clip_norm", "clip_value", "accumulate_steps")
+    known = ("optimizer", "clip_norm", "clip_value", "clip_eps", "accumulate_steps")
     check_options(options, known, function="native", backend="tensorflow")
     if "optimizer" not in options:
         raise RecipeError(
@@ -105,13 +105,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             scaler is `LossScaler.like("keras")`.
         name: name of the optimizer, as in Keras.
         scaler: the scaler, as a keyword.
-        clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
-        clip_value: largest magnitude of each of their elements (S11), or None. Excludes `clip_norm`.
+        clip_norm, clip_value, clip_eps: limits of the unscaled gradients (S11), as in `polyamp.Recipe`.
         accumulate_steps: calls of `apply` per update (S8). Between updates only the sum of gradients changes.
         **options: arguments that Keras's wrapper accepts for older files; only their defaults are allowed.
 
     Attributes:
-        scaler, clip_norm, clip_value, accumulate_steps: as given; the scaler as a `LossScaler`.
+        scaler, clip_norm, clip_value, clip_eps, accumulate_steps: as given; the scaler as a `LossScaler`.
         initial_scale, dynamic_growth_steps: the scaler's first scale and growth interval.
         dynamic_scale: the scale, float32 scalar variable; `step_counter`: the finite steps since it grew.
 
@@ -141,20 +140,20 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         scaler: LossScaler | str | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        clip_eps: float = 0.0,
         accumulate_steps: int = 1,
         **options: Any,
     ) -> None:
         given = pop_inner_optimizer(inner_optimizer, options)
         check_scaler_options(options)
         scaler = scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
-        values: Any = {"scaler": scaler, "clip_norm": clip_norm, "clip_value": clip_value}
+        values: Any = {"scaler": scaler, "clip_norm": clip_norm, "clip_value": clip_value, "clip_eps": clip_eps}
         Recipe(policy="mixed_float16", accumulate_steps=accumulate_steps, **values)  # a recipe checks them
         inner = SpecOptimizer(given) if is_spec(given) else given
         check_inner_optimizer(inner, clip_norm)
         super().__init__(inner, initial_scale=scaler.init_scale, dynamic_growth_steps=scaler.growth_interval, name=name)
-        self.scaler = scaler
-        self.clip_norm, self.clip_value = clip_norm, clip_value
-        self.accumulate_steps = accumulate_steps
+        self.scaler, self.accumulate_steps = scaler, accumulate_steps
+        self.clip_norm, self.clip_value, self.clip_eps = clip_norm, clip_value, clip_eps
         start = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
         scale = LossScaleState(*(self._scalar(field, value) for field, value in start._asdict().items()))
         self.dynamic_scale, self.step_counter = scale[:2]  # Keras's names for them
@@ -402,6 +401,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             "scaler": self.scaler.to_dict(),
             "clip_norm": self.clip_norm,
             "clip_value": self.clip_value,
+            **({"clip_eps": self.clip_eps} if self.clip_eps else {}),
             "accumulate_steps": self.accumulate_steps,
         }
 
@@ -423,7 +423,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Args:
             optimizer: Keras's wrapper; if it is built, its scale and its count of good steps are copied.
             scaler: the new scaler; None for the constants of Keras's wrapper with polyamp's minimum scale.
-            **settings: `clip_norm`, `clip_value`, `accumulate_steps`, `name`.
+            **settings: `clip_norm`, `clip_value`, `clip_eps`, `accumulate_steps`, `name`.
 
         Raises:
             RecipeError: not Keras's wrapper.

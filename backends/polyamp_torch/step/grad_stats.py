@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.rules import clip
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import (
@@ -115,23 +116,21 @@ def scale_reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def unscale_and_clip_divisor(
-    norm: torch.Tensor, scale: torch.Tensor | None, clip_norm: float | None
-) -> torch.Tensor | None:
-    """Return the divisor that unscales and clips the gradients: `scale * max(norm, max_norm) / max_norm`.
+def unscale_and_clip_divisor(norm: torch.Tensor, scale: torch.Tensor | None, limits: ClipLimits) -> torch.Tensor | None:
+    """Return the divisor that unscales and clips the gradients: `scale / clip_factor`.
 
     Args:
         norm: norm of the unscaled gradients, float64 scalar.
         scale: the scale of the gradients, or None.
-        clip_norm: the largest norm (S11), or None.
+        limits: limits of the gradients (S11).
 
     Returns:
         A float64 scalar on the device of `norm`; None if no division is needed.
     """
     whole = None if scale is None else scale.to(norm.device, torch.float64)
-    if clip_norm is None:
+    if limits.norm is None:
         return whole
-    factor = clip.clip_factor(norm, clip_norm, XP)
+    factor = clip.clip_factor(norm, limits.norm, XP, limits.eps)
     by: torch.Tensor = factor.reciprocal() if whole is None else whole / factor
     return by
 

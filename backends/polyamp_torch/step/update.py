@@ -210,7 +210,7 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
 
     Off the CPU, gradients count as not finite if the divisor leaves float32: above 3.4e38 * clip_norm before unscaling.
     """
-    clip_norm, scale, reduction = state.recipe.clip_norm, grads.scale, grads.reduction
+    limits, scale, reduction = state.recipe.clip, grads.scale, grads.reduction
     if state.replicas.several:
         norm, finite, scale = _all_reduce_grad_stats(state, grads)
         weight = grads.weight if reduction is None else reduction.weight
@@ -221,8 +221,8 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
         values = state.plain(grads.values)
         least = state.scaler.min_scale if weight is None else 0.0
         norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
-    by = unscale_and_clip_divisor(norm, scale, clip_norm)
-    if by is not None and clip_norm is not None and not can_read_without_sync(norm.device):
+    by = unscale_and_clip_divisor(norm, scale, limits)
+    if by is not None and limits.norm is not None and not can_read_without_sync(norm.device):
         finite = finite & torch.isfinite(by.float())
     return _MeasuredGradients(GradStats(norm.float(), finite, weight), norm, by, scale)
 
@@ -329,13 +329,13 @@ def _divide_unless_fused(
     state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
 ) -> torch.Tensor | None:
     """Divide the gradients unless the optimizer's kernels can; return the remaining divisor."""
-    limit = state.recipe.clip_norm
+    limits = state.recipe.clip
     if (
         can_read_without_sync(state.device)
         and not _SAFE_SCALE_RANGE[0] < by.item() < _SAFE_SCALE_RANGE[1]
-        and limit is not None
+        and limits.norm is not None
     ):
-        unscale_then_clip_(values, scale, clip.clip_factor(norm, limit, XP))
+        unscale_then_clip_(values, scale, clip.clip_factor(norm, limits.norm, XP, limits.eps))
         return None
     if optimizers.has_grad_scale(state.optimizer) and state.recipe.clip_value is None:
         return by.float()

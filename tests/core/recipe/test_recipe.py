@@ -191,6 +191,8 @@ BAD_TOML: list[tuple[str, str]] = [
         r"clip_value must be None or a finite number above 0\. Received: .*: clip_value=None",
     ),
     ("clip_norm = 1.0\nclip_value = 1.0", r"clip_norm and clip_value are two ways to clip, of which a recipe has one"),
+    ("clip_eps = 1e-6", r"clip_eps is added to the norm and needs clip_norm\. Received: clip_eps=1e-06 without it"),
+    ("clip_norm = 1.0\nclip_eps = -1.0", r"clip_eps must be a finite number of at least 0; torch's is 1e-6\. Received"),
     ("clipvalue = 1.0", r"Received: 'clipvalue'\. Did you mean 'clip_value'"),
     ("clip_norm = inf", r"clip_norm must be None or a finite number above 0\. Received: clip_norm=inf"),
     ("accumulate_steps = 2.5", r"Expected `int`, got `float` - at `\$\.accumulate_steps`"),

@@ -68,8 +68,8 @@ def _clipped_before_unscaling(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
         right = update.unscale_and_clip_divisor
 
-        def divisor(norm: Any, scale: Any, clip_norm: Any) -> Any:
-            return right(norm if scale is None else norm * scale, scale, clip_norm)
+        def divisor(norm: Any, scale: Any, limits: Any) -> Any:
+            return right(norm if scale is None else norm * scale, scale, limits)
 
         return [mock.patch.object(update, "unscale_and_clip_divisor", divisor)]
     commit = update._commit_update

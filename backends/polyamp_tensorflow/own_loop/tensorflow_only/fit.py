@@ -97,6 +97,12 @@ def compile(  # noqa: A001  # Keras's word for it
     _check_losses([loss, *more.values()])
     plan = resolve_policy(model, recipe.policy)
     check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
+    if recipe.ema is not None:
+        raise UnsupportedError(
+            f"in fit Keras keeps averages of the parameters. Received: recipe.ema={recipe.ema}. Give it ema=None "
+            f"and an optimizer of Keras's with use_ema=True, ema_momentum={recipe.ema.decay:g}; or train with "
+            "polyamp.train_step."
+        )
     parameters = model_variables(model).parameters
     step_checks.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
     with model.distribute_strategy.scope():
@@ -105,6 +111,7 @@ def compile(  # noqa: A001  # Keras's word for it
             recipe.loss_scaler,
             clip_norm=recipe.clip_norm,
             clip_value=recipe.clip_value,
+            clip_eps=recipe.clip_eps,
             accumulate_steps=recipe.accumulate_steps,
         )
         optimizer.build(model.trainable_variables)

@@ -30,7 +30,7 @@ _POLYAMP_ARGUMENTS: Final[dict[str, str]] = {
 }
 """Those with an equivalent in polyamp's wrapper -> its name."""
 _NAMES: Final = ("inner_optimizer", "initial_scale", "dynamic_growth_steps", "name", "scaler", "clip_norm",
-                 "clip_value", "accumulate_steps")  # fmt: skip
+                 "clip_value", "clip_eps", "accumulate_steps")  # fmt: skip
 _WRAPPER_VARIABLES: Final = 4
 """Keras's variables before the inner optimizer's: an unused count and learning rate, good steps, scale."""
 

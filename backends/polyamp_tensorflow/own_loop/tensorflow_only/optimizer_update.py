@@ -131,5 +131,5 @@ def _apply_without(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpd
     known = {id(v): gradient for v, gradient in zip(call.variables, values.unscaled, strict=True) if id(v) not in ids}
     pairs = [(variable, known.get(id(variable))) for variable in call.all_variables]
     optimizer = call.optimizer
-    limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value)
+    limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value, optimizer.clip_eps)
     run_optimizer(optimizer.inner_optimizer, run, pairs, values.norm, limits, warn=True)

@@ -216,7 +216,7 @@ class CompiledGraph:
         norm, finite = global_norm_and_finite(
             total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True
         )
-        by = unscale_and_clip_divisor(norm, scale, recipe.clip_norm)
+        by = unscale_and_clip_divisor(norm, scale, recipe.clip)
         if by is not None:
             narrow = by if total[0].dtype == torch.float64 else by.float()
             finite = finite & torch.isfinite(narrow)

@@ -11,7 +11,15 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.errors import LossError, LossScaleError, LossScaleStuckError, ModelError, PolyampError, RecipeError
+from polyamp.errors import (
+    LossError,
+    LossScaleError,
+    LossScaleStuckError,
+    ModelError,
+    PolyampError,
+    RecipeError,
+    UnsupportedError,
+)
 from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 from polyamp_tensorflow import compile as compile_model
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import guard
@@ -96,7 +104,7 @@ def test_masks_and_sparse_gradients() -> None:
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("clip", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["norm", "value"])
+@pytest.mark.parametrize("clip", [{"clip_norm": 0.1, "clip_eps": 0.05}, {"clip_value": 0.01}], ids=["norm", "value"])
 def test_a_spec_in_fit_is_the_spec_in_the_step(clip: dict[str, float]) -> None:
     """S21: the same formula, clip and schedule, whoever keeps the loop."""
     recipe = polyamp.Recipe(
@@ -117,6 +125,13 @@ def test_a_spec_in_fit_is_the_spec_in_the_step(clip: dict[str, float]) -> None:
     for a, b in zip(fitted.weights, stepped.weights, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-7)
     assert int(fitted.optimizer.iterations) == int(state.step) == 6
+
+
+def test_s34_averages_in_fit_are_kerass() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"Give it ema=None and an optimizer of Keras's with use_ema=True, ema_m"
+    ):
+        compile_model(make_model(), polyamp.Recipe(ema=polyamp.Ema(0.9)), loss=cross_entropy())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

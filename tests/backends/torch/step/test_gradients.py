@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp_torch.step import grad_stats
 from polyamp_torch.step.grad_stats import (
     can_read_without_sync,
@@ -165,11 +166,10 @@ def test_s10_every_number_counts_whatever_the_size_of_its_tensor(
 
 def test_s10_divisor_is_scale_times_excess() -> None:
     norm, scale = torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0)
-    assert unscale_and_clip_divisor(norm, None, None) is None
-    found = [
-        unscale_and_clip_divisor(norm, *rest) for rest in ((scale, None), (None, 2.0), (scale, 2.0), (scale, 16.0))
-    ]
-    assert [None if by is None else by.item() for by in found] == [8.0, 2.0, 16.0, 8.0]
+    assert unscale_and_clip_divisor(norm, None, ClipLimits()) is None
+    cases = ((scale, None, 0.0), (None, 2.0, 0.0), (scale, 2.0, 0.0), (scale, 16.0, 0.0), (scale, 2.0, 0.5))
+    found = [unscale_and_clip_divisor(norm, by, ClipLimits(limit, eps=eps)) for by, limit, eps in cases]
+    assert [None if by is None else by.item() for by in found] == [8.0, 2.0, 16.0, 8.0, 18.0]
 
 
 # --- the whole step against the rules, computed in float64
@@ -367,6 +367,24 @@ def test_s11_a_clip_by_value_is_torchs(name: str, compiled: bool, scale: float, 
         own.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_s11_trap_torch_adds_to_the_norm(compiled: bool, way: str) -> None:
+    """At a norm of 0.01 torch's `clip_grad_norm_` is 1e-4 below the quotient; `clip_eps=1e-6` is torch's."""
+    theirs = nn.Parameter(torch.zeros(2))
+    theirs.grad = torch.tensor([0.006, 0.008])
+    nn.utils.clip_grad_norm_([theirs], 0.005)
+    moved = {}
+    for eps in (0.0, 1e-6):
+        recipe = polyamp.Recipe(optimizer=polyamp.sgd(1.0), clip_norm=0.005, clip_eps=eps)
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        step = polyamp.train_step(lambda m, x: m(x).sum(), recipe, compile={"backend": "eager"} if compiled else False)
+        step(polyamp.init(model, recipe), np.array([[0.006, 0.008]], np.float32))
+        moved[eps] = -model.weight.detach()[0]
+    torch.testing.assert_close(moved[1e-6], theirs.grad, rtol=2e-7, atol=0.0)
+    torch.testing.assert_close(moved[0.0] / theirs.grad, torch.full((2,), 1.0001), rtol=2e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
