@@ -1,4 +1,4 @@
-"""Runs of both models of a port on one batch: `fill_and_check`, `trace_plan`, and `make_model_sides` for them.
+"""Runs of both models of a port on one batch: `fill_and_check`, `trace_plan`, `try_plan`, and `make_model_sides`.
 
 A run shows the order in which dense layers take flattened channels (`FlattenTrace`), and for `check=` whether both
 models compute the same (`polyamp.porting.check`).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -83,6 +83,43 @@ def trace_plan(source: ModelSide, target: ModelSide, plan: TransferPlan, batch: 
     return left
 
 
+class TrialRun(NamedTuple):
+    """Runs of both models, the target with the source's values by a plan.
+
+    Attributes:
+        source: the source's evaluation.
+        target: the target's.
+        error: how outputs or gradients differ; None if they agree.
+    """
+
+    source: Evaluation
+    target: Evaluation
+    error: PortError | None
+
+
+def try_plan(
+    source: ModelSide, target: ModelSide, plan: TransferPlan, batch: Batch, observed: tuple[set[str], set[str]]
+) -> TrialRun:
+    """Run both models, the target with the source's values, and put the target's old values back.
+
+    Args:
+        source: the source.
+        target: the target.
+        plan: the plan.
+        batch: inputs of both.
+        observed: paths of layers whose inputs are returned too: of the source, of the target.
+    """
+    with _TracedRun(source, target, plan, batch, strict=False, casts=True, observed=observed) as run:
+        run.trace()
+        error = None
+        try:
+            run.check()
+        except PortError as found:
+            error = found
+        run.restore()
+        return TrialRun(*run.evaluations, error)
+
+
 class _TracedRun:
     """Runs of both models on a batch, the target with the source's values. Restores the target after an error.
 
@@ -93,13 +130,22 @@ class _TracedRun:
         batch: inputs of both.
         strict: whether layers whose order is not known are an error.
         casts: whether values are cast where dtypes differ.
+        observed: paths of layers whose inputs are returned too, for each side.
 
     Attributes:
         filled: the target with the source's values.
     """
 
     def __init__(
-        self, source: ModelSide, target: ModelSide, plan: TransferPlan, batch: Batch, *, strict: bool, casts: bool
+        self,
+        source: ModelSide,
+        target: ModelSide,
+        plan: TransferPlan,
+        batch: Batch,
+        *,
+        strict: bool,
+        casts: bool,
+        observed: tuple[set[str], set[str]] = (set(), set()),
     ) -> None:
         self._source, self._target, self._batch, self._strict, self._casts = source, target, batch, strict, casts
         self._plan = plan
@@ -113,6 +159,7 @@ class _TracedRun:
             plan.traced,
             self._adapter.array,
         )
+        self._observed = tuple(one | two for one, two in zip(self._trace.paths, observed, strict=True))
         self._given: list[Array] = []
         self._kept: dict[str, Lazy] = {}
         self.filled: Any = None
@@ -130,9 +177,14 @@ class _TracedRun:
             assert self._target.converter is not None
             self._target.converter.fill(self.filled, self._kept)
 
+    @property
+    def evaluations(self) -> tuple[Evaluation, Evaluation]:
+        """The last evaluations: of the source, of the target."""
+        return self._one, self._two
+
     def trace(self) -> None:
         """Run both models until the orders of rows no longer change."""
-        ours, theirs = self._trace.paths
+        ours, theirs = self._observed
         self._one = self._evaluate(self._source, self._source.model, self._batch.source, self._our_cotangents, ours)
         self._fill(self._trace.orders)
         for _ in range(len(theirs) + 2):  # each run settles at least the next layer
@@ -196,7 +248,7 @@ class _TracedRun:
     def _fill(self, orders: Mapping[str, ChannelOrder]) -> None:
         """Fill the target with the values in these orders, and run it."""
         self._fill_plan(self._plan._replace(channel_orders=dict(orders), questions=()))
-        _, theirs = self._trace.paths
+        _, theirs = self._observed
         target = self._target._replace(model=self.filled)
         self._two = self._evaluate(target, self.filled, self._batch.target, self._their_cotangents, theirs)
 

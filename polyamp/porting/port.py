@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from polyamp.errors import PortError, describe_value, join_first
+from polyamp.porting.alike_layers import make_settler
 from polyamp.porting.check import Batch
 from polyamp.porting.layouts.canonical_model import Canonical
 from polyamp.porting.layouts.inventory import Inventory
@@ -87,8 +88,9 @@ def port(
             rows, or its columns before a reshape), None for one that is not: `{"fc": "channels", "film/*": None}`.
             Needed only where the channels are first on one side and last on the other, and there is no batch.
         batch: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout. Both run in
-            float32, which shows the order in which dense layers take flattened channels. They also identify the layers
-            of linen and haiku models. `porting.Batch` sets separate inputs for each side.
+            float32, which shows which of several alike layers is which, and the order in which dense layers take
+            flattened channels. They also identify the layers of linen and haiku models. `porting.Batch` sets separate
+            inputs for each side.
         check: the same; outputs and every parameter's gradient are compared too, within the tolerances of
             `porting.Batch`. Not for training states.
 
@@ -146,7 +148,8 @@ def transfer_model(
         rows: see `port`.
         check: whether outputs and gradients of the run are compared.
     """
-    plan = make_transfer_plan(source.inventory, target.inventory, names, strict=strict, rows=rows)
+    settle = None if batch is None or source.converter is None else make_settler(source, target, batch)
+    plan = make_transfer_plan(source.inventory, target.inventory, names, strict=strict, rows=rows, settle=settle)
     assert target.converter is not None
     if batch is not None and check:
         filled, plan, measured = fill_and_check(source, target, plan, batch, strict=strict)

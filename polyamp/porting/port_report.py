@@ -17,7 +17,8 @@ class PortedLayer:
         source: its path in the source.
         target: its path in the target.
         kind: its kind, such as "dense".
-        told: evidence of the match: "names=", "name", "number", "alone" (nothing else fits), "neighbour" or "order".
+        told: evidence of the match: "names=", "name", "number", "alone" (nothing else fits), "neighbour", "batch" or
+            "order".
     """
 
     source: str

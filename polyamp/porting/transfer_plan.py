@@ -7,7 +7,7 @@ embedding, also if only one side ties them; the matching leaves out layers witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from polyamp.porting.matching.flatten_order import (
 )
 from polyamp.porting.matching.matching import LayerMatch, Matching, match_layers
 from polyamp.porting.matching.rename_rules import check_rename_rules
-from polyamp.porting.port_errors import check_complete, dtype_error
+from polyamp.porting.port_errors import check_complete, check_equality, dtype_error
 from polyamp.porting.port_report import PortedLayer
 
 
@@ -121,6 +121,12 @@ class TransferPlan(NamedTuple):
         )
 
 
+PlanMatching = Callable[[Matching], TransferPlan]
+"""Function from a matching to its plan, with `strict=False`."""
+Settler = Callable[[Matching, PlanMatching], Matching | str]
+"""Function that pairs the alike layers of a matching, or returns why it cannot."""
+
+
 def make_transfer_plan(
     source: Inventory,
     target: Inventory,
@@ -128,16 +134,47 @@ def make_transfer_plan(
     *,
     strict: bool,
     rows: Rows | None = None,
+    settle: Settler | None = None,
 ) -> TransferPlan:
     """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by one of
     `with_guesses` and `without_questions`.
 
+    Args:
+        source: the source's layers.
+        target: the target's layers.
+        names: see `polyamp.port`.
+        strict: see `polyamp.port`.
+        rows: see `polyamp.port`.
+        settle: function that finds which of several alike layers is which; None if there is no batch for it.
+
     Raises:
         PortError: `names` or `rows` is invalid; with `strict`, a layer cannot be moved.
     """
-    found, tie_constraints = _match_with_ties(source, target, check_rename_rules(names))
+    rules = check_rename_rules(names)
+    found = _match_with_ties(source, target, rules)
+    why = ""
+    if settle is not None and found.indistinguishable and found.is_complete:
+
+        def plan_matching(matching: Matching) -> TransferPlan:
+            return _plan(matching, source, target, rows=rows)
+
+        settled = settle(found, plan_matching)
+        found, why = (found, settled) if isinstance(settled, str) else (settled, "")
+    if strict:
+        check_complete(found, source, target, lambda more: _match_with_ties(source, target, {**rules, **more}), why)
+    return _plan(found, source, target, rows=rows, strict=strict)
+
+
+def _plan(
+    found: Matching,
+    source: Inventory,
+    target: Inventory,
+    *,
+    rows: Rows | None,
+    strict: bool = False,
+) -> TransferPlan:
     comparison = compare_attributes(source, target, found.pairs)
-    excluded = check_complete(found, comparison, source, target, strict=strict)
+    excluded = check_equality(found, comparison, strict=strict)
     pairs = [each for each in found.pairs if id(each) not in excluded]
     orders = find_flatten_orders(source, target, pairs, rows)
     moved = {id(each) for each in pairs}
@@ -149,7 +186,7 @@ def make_transfer_plan(
         orders.questions,
         orders.traced,
         comparison,
-        tie_constraints,
+        _tie_constraints(found),
         [*(layer.path for layer in found.unmatched[1]), *indistinguishable[1], *(each.target.path for each in left)],
         [*(layer.path for layer in found.unmatched[0]), *indistinguishable[0], *(each.source.path for each in left)],
     )
@@ -183,7 +220,7 @@ def _lazy_cast(value: Lazy, dtype: Any) -> Lazy:
     return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
 
 
-def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, str]) -> tuple[Matching, TieConstraints]:
+def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, str]) -> Matching:
     """Return the layers in pairs, whether a head is tied on both sides, on one side or on none."""
     first = match_layers(source, target, names)
     found = first
@@ -192,6 +229,10 @@ def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, s
             continue
         again = match_layers(source, target, names, tied=tied)
         found = again if again.is_complete else found
+    return found
+
+
+def _tie_constraints(found: Matching) -> TieConstraints:
     notes, equal = [], []
     for each in found.pairs:
         owners = [_tie_owners(layer) for layer in (each.source, each.target)]
@@ -203,7 +244,7 @@ def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, s
         elif owners[1] and not owners[0]:
             equal.append(each)
             notes.append(f"{each.target.path} is tied to {owners[1][0]} here, and has values of its own in the source")
-    return found, TieConstraints(equal, notes)
+    return TieConstraints(equal, notes)
 
 
 def _has_ties(inventory: Inventory) -> bool:

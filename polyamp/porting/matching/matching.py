@@ -29,7 +29,7 @@ class LayerMatch(NamedTuple):
         target: the target's.
         fit: conversion of the arrays from one to the other.
         evidence: "names=", "name", "number", "alone" (nothing else fits), "neighbour" (the layer next to it is
-            matched), "order" (the weakest).
+            matched), "batch" (both models were run), "order" (the weakest).
     """
 
     source: NativeLayer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,16 +136,43 @@ def test_a_missing_bias_is_named() -> None:
         carried(sketch("a: dense 4 3 -bias\nb: dense 3 2"), sketch("a: dense 4 3\nb: dense 3 2"))
 
 
-def test_what_nothing_tells_is_shown_with_the_line_that_would() -> None:
+def test_what_nothing_tells_is_a_choice_and_no_line_to_copy() -> None:
     source = sketch("a: dense 4 4\nb: dense 4 4")
     target = sketch("x: dense 4 4\ny: dense 4 4", ordered=False)
     with pytest.raises(PortError) as raised:
         carried(source, target)
-    assert "nothing tells which of a, b is which of x, y" in str(raised.value)
-    line = str(raised.value).split("names=")[1].split("\n")[0]
-    found, _ = carried(source, target, names=eval(line))  # the line of the message
-    kernels = sorted(float(found[f"{path}/kernel"][0, 0]) for path in "xy")
-    assert kernels == sorted(float(values(source)[f"{path}/kernel"][0, 0]) for path in "ab")
+    said = str(raised.value)
+    assert "nothing tells which of a, b is which of x, y" in said
+    assert "polyamp.port shows it by runs of both models, with batch=inputs or check=inputs." in said
+    assert "\n  r'^a$': 'x', 'y'\n  r'^b$': 'x', 'y'\n" in said
+    assert "names={" not in said
+    found, report = carried(source, target, names={"^a$": "y"})
+    np.testing.assert_array_equal(found["y/kernel"], values(source)["a/kernel"])
+    assert [each.told for each in report.moved] == ["alone", "names="]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "offered"),
+    [
+        # words of both names say it
+        (
+            "time/linear: dense 4 4\nlabel/linear: dense 4 4\nage: dense 4 4",
+            "label_embed: dense 4 4\ntime_embed: dense 4 4\nx: dense 4 4\ny: dense 4 4",
+            {"^time/linear$": "time_embed", "^label/linear$": "label_embed"},
+        ),
+        # a query is no pooler, whatever fits
+        ("attn/query: dense 4 4\nattn/key: dense 4 4", "attn_pooler: dense 4 4", None),
+        # another number
+        ("block/0/time: dense 4 4\nblock/1/time: dense 4 4", "block_7_time: dense 4 4", None),
+        # the order of two lists alone
+        ("a: dense 4 4\nb: dense 4 4\nc: dense 4 4", "x: dense 4 4\ny: dense 4 4", None),
+    ],
+)
+def test_a_line_is_offered_only_where_words_say_it(ours: str, theirs: str, offered: dict[str, str] | None) -> None:
+    with pytest.raises(PortError, match="have no partner") as raised:
+        carried(sketch(ours), sketch(theirs, ordered=False))
+    found = re.search(r"If this is what they are, write: names=(\{.*\})", str(raised.value))
+    assert (ast.literal_eval(found[1]) if found else None) == offered
 
 
 def test_a_square_kernel_is_refused() -> None:
