@@ -69,11 +69,19 @@ def regroup_attention(
 
 
 def _find_dense_attentions(layers: Sequence[NativeLayer]) -> list[_DenseAttention]:
-    """Return sets of dense layers below one module that are an attention's projections."""
+    """Return sets of dense layers that are an attention's projections.
+
+    Queries, keys and values are in one module. The output is in the same module, or elsewhere in the module around it
+    (`attention/self/query`, `attention/output/dense`). Paths are the model's own, whatever `names=` makes of them.
+    """
     modules: dict[str, list[NativeLayer]] = {}
-    for layer in layers:
-        if layer.forms[0].kind == "dense" and all(leaf.tied is None for leaf in layer.leaves.values()):
-            modules.setdefault(layer.path.rpartition("/")[0], []).append(layer)
+    free = [
+        layer
+        for layer in layers
+        if layer.forms[0].kind == "dense" and all(leaf.tied is None for leaf in layer.leaves.values())
+    ]
+    for layer in free:
+        modules.setdefault(layer.path.rpartition("/")[0], []).append(layer)
     found = []
     for path, dense in modules.items():
         parts = {}
@@ -84,10 +92,21 @@ def _find_dense_attentions(layers: Sequence[NativeLayer]) -> list[_DenseAttentio
                 parts[role] = layer
             else:
                 rest.append(layer)
+        if set(parts) != set(_SEPARATE_ROLES) and set(parts) != {_PACKED_ROLE}:
+            continue
+        around = path.rpartition("/")[0]
+        if not rest and around:
+            path, rest = around, [each for each in free if _is_beside(each.path, path, around)]
         outputs = [layer for layer in rest if parse_module_name(layer.path.rpartition("/")[2]).stem == "output"] or rest
-        if len(outputs) == 1 and (set(parts) == set(_SEPARATE_ROLES) or set(parts) == {_PACKED_ROLE}):
+        if len(outputs) == 1:
             found.append(_DenseAttention(path, {**parts, "output": outputs[0]}))
     return found
+
+
+def _is_beside(path: str, module: str, around: str) -> bool:
+    """Return whether a layer is an output next to the module of an attention's queries, in the module around both."""
+    inside = path.startswith(f"{around}/") and not path.startswith(f"{module}/")
+    return inside and parse_module_name(path.removeprefix(f"{around}/")).stem.partition("/")[0] == "output"
 
 
 def _pair_by_numbers(

@@ -131,7 +131,7 @@ class _Search:
 
     def __init__(self, ordered: tuple[bool, bool]) -> None:
         self._ordered = ordered
-        self._known: dict[tuple[str, str], bool] = {}
+        self._known: dict[tuple[str, str], tuple[bool, bool]] = {}
         self._signs: dict[int, tuple[NativeLayer, str]] = {}
         self._tried: dict[tuple[int, int], tuple[ModuleNode, ModuleNode, Matching | None]] = {}
 
@@ -147,7 +147,19 @@ class _Search:
             matching.unmatched[number].extend(
                 leaf.layer for node in sides[number] for leaf in node.leaves() if leaf.layer
             )
-        return _regroup_attention(matching) if matching.unmatched[0] and matching.unmatched[1] else matching
+        if not matching.unmatched[0] or not matching.unmatched[1]:
+            return matching
+        regrouped = _regroup_attention(matching)
+        left = [
+            [leaf for node in side for leaf in node.leaves() if any(leaf.layer is layer for layer in layers)]
+            for side, layers in zip(sides, regrouped.unmatched, strict=True)
+        ]
+        if len(regrouped.pairs) == len(matching.pairs) or not all(left):
+            return regrouped
+        again = self.align(*left)  # what was hidden by the projections, such as a pooler of their shape
+        regrouped.unmatched = ([], [])
+        regrouped.add(again)
+        return regrouped
 
     def _pair_heaviest(self, sides: _Sides, all_nodes: _Sides, matching: Matching) -> bool:
         """Pair the nodes of the largest mass with equal counts on both sides; return False if there are none."""
@@ -183,7 +195,7 @@ class _Search:
 
     def _group(self, source: list[ModuleNode], target: list[ModuleNode], *, in_step: bool) -> Matching | None:
         """Match the layers in two groups of nodes of one mass; return None if some have no partner."""
-        fitting = {node: [other for other in target if self._fits(node, other)] for node in source}
+        fitting = self._fitting_partners(source, target)
         found = Matching()
         left = list(source)
         while left:
@@ -208,14 +220,37 @@ class _Search:
                 found.add(part)
         return found
 
-    def _fits(self, source: ModuleNode, target: ModuleNode) -> bool:
-        """Return whether one node's layers fit another's; cached for layers with the same signature."""
+    def _fitting_partners(
+        self, source: Sequence[ModuleNode], target: Sequence[ModuleNode]
+    ) -> dict[ModuleNode, list[ModuleNode]]:
+        """Return the nodes of the target that fit each node of the source. Where every layer has a partner of its own
+        kind, readings as another kind do not count: a kernel (48, 32) is no transposed one of (32, 48)."""
+        fitting = {node: [other for other in target if self._fits(node, other)] for node in source}
+        if any(node.layer is None for node in (*source, *target)):
+            return fitting
+        direct = {
+            node: [other for other in others if self._fits(node, other, direct=True)]
+            for node, others in fitting.items()
+        }
+        covered = {id(other) for others in direct.values() for other in others}
+        return direct if all(direct.values()) and len(covered) == len(target) else fitting
+
+    def _fits(self, source: ModuleNode, target: ModuleNode, *, direct: bool = False) -> bool:
+        """Return whether one node's layers fit another's; cached for layers with the same signature.
+
+        Args:
+            source: a node.
+            target: a node of the other side.
+            direct: for two layers, whether both have to be of one kind, and not only readable as it.
+        """
         if source.layer is None or target.layer is None:
             return self._match_nodes(source, target) is not None
         key = self._layer_signature(source.layer), self._layer_signature(target.layer)
         if key not in self._known:
-            self._known[key] = find_layer_fit(source.layer, target.layer) is not None
-        return self._known[key]
+            fit = find_layer_fit(source.layer, target.layer)
+            is_direct = fit is not None and fit.source.kind == fit.target.kind != "parameter"
+            self._known[key] = fit is not None, is_direct
+        return self._known[key][direct]
 
     def _layer_signature(self, layer: NativeLayer) -> str:
         """Return the properties of a layer that `find_layer_fit` depends on."""

@@ -46,6 +46,13 @@ def layer(line: str, seed: int = 0) -> NativeLayer:
         names = ("scale", "bias") if kind == "layer_norm" else ("scale", "bias", "mean", "variance")
         shapes = dict.fromkeys(names[: None if bias else 1], (sizes[0],))
         forms = (Form(kind, same(*shapes), values),)
+    elif kind == "attention_bias":  # as Keras's: of width sizes[0], with sizes[1] heads, each projection by itself
+        width, heads = sizes
+        roles = ("query", "key", "value")
+        shapes = {f"{role}_kernel": (width, heads, width // heads) for role in roles}
+        shapes |= {f"{role}_bias": (heads, width // heads) for role in roles}
+        shapes |= {"output_kernel": (heads, width // heads, width), "output_bias": (width,)}
+        forms = (Form("attention", same(*shapes), values),)
     elif kind == "attention":  # of width sizes[0], with sizes[1] heads; its projection is packed
         width, heads = sizes
         shapes = {"packed": (width, 3 * width), "out": (width, width)}

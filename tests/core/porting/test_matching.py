@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.matching.matching import match_layers
 from polyamp.porting.transfer_plan import make_transfer_plan
 from tests.core.porting.sketch import sketch
@@ -296,6 +298,58 @@ def test_attention_by_hand_whose_kernels_may_lie_both_ways_is_not_guessed(other:
             assert make_transfer_plan(*sides, None, strict=False).pairs == []
         else:
             assert [each.fit.ambiguity for each in make_transfer_plan(*sides, None, strict=True).pairs] == [""]
+
+
+BERT = "".join(
+    f"""encoder.layer.{n}.attention.self.query: dense 6 6
+    encoder.layer.{n}.attention.self.key: dense 6 6
+    encoder.layer.{n}.attention.self.value: dense 6 6
+    encoder.layer.{n}.attention.output.dense: dense 6 6
+    encoder.layer.{n}.attention.output.LayerNorm: layer_norm 6
+    encoder.layer.{n}.intermediate.dense: dense 6 24
+    encoder.layer.{n}.output.dense: dense 24 6
+    """
+    for n in (0, 1)
+)
+
+
+@pytest.mark.parametrize("names", [{}, {"attention/self/": "self_attention/"}], ids=["as they are", "renamed"])
+def test_attention_whose_output_lies_in_another_module(names: dict[str, str]) -> None:
+    """Grouped by the model's own paths, and a pooler of the projections' shape is none of them."""
+    one = sketch(BERT + "pooler.dense: dense 6 6")
+    other = sketch(
+        "".join(
+            f"""encoder_layer_{n}/intermediate: dense 6 24
+            encoder_layer_{n}/output: dense 24 6
+            encoder_layer_{n}/self_attention: attention_bias 6 2
+            encoder_layer_{n}/self_attention_layer_norm: layer_norm 6
+            """
+            for n in (0, 1)
+        )
+        + "pooler_transform: dense 6 6",
+        ordered=False,
+    )
+    pairs = paired(one, other, names)
+    assert pairs["pooler/dense"] == "pooler_transform"
+    assert pairs["encoder/layer/1/attention"] == "encoder_layer_1/self_attention"
+    assert pairs["encoder/layer/1/output/dense"] == "encoder_layer_1/output"
+
+
+def test_a_dense_layer_beside_queries_that_is_no_output_joins_no_attention() -> None:
+    one = sketch("a.self.query: dense 6 6\na.self.key: dense 6 6\na.self.value: dense 6 6\na.gate.dense: dense 6 6")
+    found = match_layers(one, sketch("attention: attention_bias 6 2"), {})
+    assert [layer.path for layer in found.unmatched[1]] == ["attention"]
+
+
+def test_a_kernel_is_not_read_as_a_transposed_one_where_its_own_kind_is_there() -> None:
+    one = sketch("gate: dense 6 24 -bias\nup: dense 6 24 -bias\ndown: dense 24 6 -bias")
+    known = sketch("wi_0: dense 6 24 -bias\nwi_1: dense 6 24 -bias\nwo: dense 24 6 -bias", ordered=False)
+    either = Form("parameter", (Rule(("kernel",), ("value",)),))  # as of a class that nobody knows
+    layers = [dataclasses.replace(layer, forms=(*layer.forms, either)) for layer in known.layers]
+    other = dataclasses.replace(known, layers=layers)
+    found = match_layers(one, other, {})
+    assert [(each.source.path, each.target.path, each.evidence) for each in found.pairs] == [("down", "wo", "alone")]
+    assert [[layer.path for layer in side] for side in found.indistinguishable[0]] == [["gate", "up"], ["wi_0", "wi_1"]]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
