@@ -171,7 +171,7 @@ class _AlikeLayers:
         pairs = list(self._matching.pairs)
         for ours, theirs in zip(self._ours, assignment, strict=True):
             for one, other in zip(ours, theirs, strict=True):
-                fit = find_layer_fit(one, other)
+                fit = find_layer_fit(one, other, absent_bias=True)
                 assert fit is not None  # all layers of a group fit each other
                 pairs.append(LayerMatch(one, other, fit, "batch"))
         place = {layer.path: number for number, layer in enumerate(self._target.inventory.layers)}

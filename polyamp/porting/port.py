@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from polyamp.errors import PortError, describe_value, join_first
@@ -13,6 +13,7 @@ from polyamp.porting.layouts.canonical_model import Canonical
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.flatten_order import ChannelOrder, Rows
+from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.model_run import fill_and_check, make_model_sides, trace_plan
 from polyamp.porting.model_side import ModelSide, make_model_side
 from polyamp.porting.port_report import PortReport
@@ -149,7 +150,9 @@ def transfer_model(
         check: whether outputs and gradients of the run are compared.
     """
     settle = None if batch is None or source.converter is None else make_settler(source, target, batch)
-    plan = make_transfer_plan(source.inventory, target.inventory, names, strict=strict, rows=rows, settle=settle)
+    plan = make_transfer_plan(
+        source.inventory, target.inventory, names, strict=strict, rows=rows, settle=settle, absent_bias=True
+    )
     assert target.converter is not None
     if batch is not None and check:
         filled, plan, measured = fill_and_check(source, target, plan, batch, strict=strict)
@@ -172,7 +175,8 @@ def plan_values(
     rows: Rows | None = None,
 ) -> tuple[dict[str, Lazy], PortReport]:
     """Return the new value of every leaf of the target by name, and the report, without a run of the models."""
-    plan = make_transfer_plan(source, target, names, strict=strict, rows=rows).without_questions(strict=strict)
+    plan = make_transfer_plan(source, target, names, strict=strict, rows=rows, absent_bias=True)
+    plan = plan.without_questions(strict=strict)
     return _leaves_and_report(plan, source, target, strict=strict)
 
 
@@ -184,6 +188,7 @@ def _leaves_and_report(
     notes = [
         *plan.tie_constraints.check(leaves),
         *_describe_orders(plan.channel_orders),
+        *_describe_absent_biases(plan.pairs),
         *comparison.conventions,
         *_describe_left_arrays(source),
     ]
@@ -193,6 +198,17 @@ def _leaves_and_report(
 
 def _describe_orders(orders: Mapping[str, ChannelOrder]) -> list[str]:
     return [f"{path}: {order.describe()}" for path, order in orders.items()]
+
+
+def _describe_absent_biases(pairs: Sequence[LayerMatch]) -> list[str]:
+    filled = [each.target.path for each in pairs if each.fit.absent_bias == "source"]
+    dropped = [each.source.path for each in pairs if each.fit.absent_bias == "target"]
+    notes = []
+    if filled:
+        notes.append(f"biases that the source lacks are zeros, which train from now on: {join_first(filled, 3)}")
+    if dropped:
+        notes.append(f"biases that the target lacks were zeros, and are dropped: {join_first(dropped, 3)}")
+    return notes
 
 
 def _describe_left_arrays(source: Inventory) -> list[str]:

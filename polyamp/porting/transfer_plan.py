@@ -135,6 +135,7 @@ def make_transfer_plan(
     strict: bool,
     rows: Rows | None = None,
     settle: Settler | None = None,
+    absent_bias: bool = False,
 ) -> TransferPlan:
     """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by one of
     `with_guesses` and `without_questions`.
@@ -146,12 +147,17 @@ def make_transfer_plan(
         strict: see `polyamp.port`.
         rows: see `polyamp.port`.
         settle: function that finds which of several alike layers is which; None if there is no batch for it.
+        absent_bias: whether a dense layer or convolution may have a bias that its counterpart lacks.
 
     Raises:
         PortError: `names` or `rows` is invalid; with `strict`, a layer cannot be moved.
     """
     rules = check_rename_rules(names)
-    found = _match_with_ties(source, target, rules)
+
+    def rematch(more: Mapping[str, str]) -> Matching:
+        return _match_with_ties(source, target, {**rules, **more}, absent_bias=absent_bias)
+
+    found = rematch({})
     why = ""
     if settle is not None and found.indistinguishable and found.is_complete:
 
@@ -161,7 +167,7 @@ def make_transfer_plan(
         settled = settle(found, plan_matching)
         found, why = (found, settled) if isinstance(settled, str) else (settled, "")
     if strict:
-        check_complete(found, source, target, lambda more: _match_with_ties(source, target, {**rules, **more}), why)
+        check_complete(found, source, target, rematch, why)
     return _plan(found, source, target, rows=rows, strict=strict)
 
 
@@ -220,14 +226,18 @@ def _lazy_cast(value: Lazy, dtype: Any) -> Lazy:
     return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
 
 
-def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, str]) -> Matching:
-    """Return the layers in pairs, whether a head is tied on both sides, on one side or on none."""
+def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, str], *, absent_bias: bool) -> Matching:
+    """Return the layers in pairs, whether a head is tied on both sides, on one side or on none. Biases that one side
+    lacks are allowed only if there is no complete matching without."""
     first = match_layers(source, target, names)
     found = first
     for tied in ((True, False), (False, True)):
         if found.is_complete or not _has_ties((source, target)[tied.index(True)]):
             continue
         again = match_layers(source, target, names, tied=tied)
+        found = again if again.is_complete else found
+    if absent_bias and not found.is_complete:
+        again = match_layers(source, target, names, absent_bias=True)
         found = again if again.is_complete else found
     return found
 

@@ -266,6 +266,8 @@ KINDS: Final[dict[str, LayerKind]] = {
 """Kind -> its canonical layout. Gates are in the order input, forget, candidate, output (lstm) and reset, update,
 candidate (gru). A transposed convolution's kernel multiplies each input value as it is spread over the output, as in
 torch and Keras. XLA's kernel slides over a dilated input and is therefore flipped. A shared slope has length 1."""
+BIASED_KINDS: Final = tuple(kind for kind, row in KINDS.items() if {*row.arrays} == {"kernel", "bias"})
+"""Kinds with a kernel and a bias that may be absent."""
 RECURRENT_KINDS: Final = tuple(kind for kind, row in KINDS.items() if row.is_recurrent)
 _ATTRIBUTES: Final = {name: each for row in reversed(KINDS.values()) for name, each in row.attributes.items()}
 """Attributes by name alone."""

@@ -12,8 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from polyamp.porting.layouts.absent_bias import AbsentBias
 from polyamp.porting.layouts.inventory import NativeLayer
-from polyamp.porting.layouts.layer_kinds import find_kind
+from polyamp.porting.layouts.layer_kinds import BIASED_KINDS, find_kind
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
@@ -29,17 +30,24 @@ class LayerFit(NamedTuple):
         source: form with which the source's layer is read.
         target: form with which the target's layer is written; its canonical arrays have the source's names.
         ambiguity: why this reading may be the wrong one, a sentence; "" if it is certain.
+        absent_bias: the side without a bias, "source" or "target", where the other side has one; else "".
     """
 
     source: Form
     target: Form
     ambiguity: str = ""
+    absent_bias: str = ""
 
 
-def find_layer_fit(source: NativeLayer, target: NativeLayer) -> LayerFit | None:
+def find_layer_fit(source: NativeLayer, target: NativeLayer, *, absent_bias: bool = False) -> LayerFit | None:
     """Return the conversion from `source` to `target`; None if the layers do not fit.
 
     If several readings fit, the likeliest is returned; `ambiguity` is set if they place the numbers differently.
+
+    Args:
+        source: a layer of the source.
+        target: a layer of the target.
+        absent_bias: whether a dense layer or convolution may have a bias that its counterpart lacks.
 
     >>> import numpy as np
     >>> from polyamp.porting.layouts.inventory import InventoryLeaf
@@ -52,7 +60,8 @@ def find_layer_fit(source: NativeLayer, target: NativeLayer) -> LayerFit | None:
     >>> find_layer_fit(layer("a", kernel=np.zeros((2, 3))), layer("b", kernel=np.ones((3, 2)))) is None
     True
     """
-    found = list(_candidate_fits(source, target))
+    found = list(_candidate_fits(source, target, absent_bias=absent_bias))
+    found = [each for each in found if not each.absent_bias] or found
     if not found:
         return None
     best = found[0]
@@ -82,7 +91,7 @@ def _describe_fit(fit: LayerFit) -> str:
     return (fit.source.kind if fit.source.kind != "parameter" else fit.target.kind).replace("_", " ")
 
 
-def _candidate_fits(source: NativeLayer, target: NativeLayer) -> Iterator[LayerFit]:
+def _candidate_fits(source: NativeLayer, target: NativeLayer, *, absent_bias: bool) -> Iterator[LayerFit]:
     for one in source.forms:
         for other in target.forms:
             shapes = _canonical_shapes(one, source), _canonical_shapes(other, target)
@@ -90,11 +99,35 @@ def _candidate_fits(source: NativeLayer, target: NativeLayer) -> Iterator[LayerF
                 continue
             if one.kind == other.kind and shapes[0] == shapes[1]:
                 yield LayerFit(one, other)
+            elif (
+                absent_bias
+                and one.kind == other.kind
+                and (found := _fit_without_bias(one, other, shapes[0], shapes[1], target.path))
+            ):
+                yield found
             elif one.kind == other.kind and "parameter" not in (one.kind, other.kind):
                 continue
             elif "parameter" in (one.kind, other.kind) or _is_related(one.kind, other.kind):
                 for between in _array_mappings(shapes[0], shapes[1], {one.kind, other.kind}):
                     yield LayerFit(one, _rename_arrays(other, between, shapes[0], shapes[1]))
+
+
+def _fit_without_bias(
+    one: Form, other: Form, ours: Mapping[str, Shape], theirs: Mapping[str, Shape], path: str
+) -> LayerFit | None:
+    """Return the conversion between layers of which one lacks a bias; None if they differ in more than that."""
+    if one.kind not in BIASED_KINDS or ours.get("kernel") != theirs.get("kernel"):
+        return None
+    if {*ours} == {"kernel"} and {*theirs} == {"kernel", "bias"}:
+        return LayerFit(_with_absent_bias(one, AbsentBias(theirs["bias"], path)), other, absent_bias="source")
+    if {*ours} == {"kernel", "bias"} and {*theirs} == {"kernel"}:
+        return LayerFit(one, _with_absent_bias(other, AbsentBias(ours["bias"], path)), absent_bias="target")
+    return None
+
+
+def _with_absent_bias(form: Form, bias: AbsentBias) -> Form:
+    (rule,) = form.rules
+    return dataclasses.replace(form, rules=(Rule(rule.native, ("kernel", "bias"), (*rule.operations, bias)),))
 
 
 def _is_related(one: str, other: str) -> bool:
@@ -146,6 +179,8 @@ def _rename_arrays(
 
 def _is_same_placement(one: LayerFit, other: LayerFit, source: NativeLayer, target: NativeLayer) -> bool:
     """Return whether two readings put every number into the same place."""
+    if one.absent_bias:
+        return False
     if sum(array.size for array in source.arrays.values()) > _PROBE_LIMIT:
         return False
     numbers, start = {}, 0

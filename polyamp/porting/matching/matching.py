@@ -66,7 +66,12 @@ class Matching:
 
 
 def match_layers(
-    source: Inventory, target: Inventory, names: Mapping[str, str], *, tied: tuple[bool, bool] = (False, False)
+    source: Inventory,
+    target: Inventory,
+    names: Mapping[str, str],
+    *,
+    tied: tuple[bool, bool] = (False, False),
+    absent_bias: bool = False,
 ) -> Matching:
     """Return the layers of two models in pairs, in the target's order. Layers without arrays and tied layers are left
     out.
@@ -76,6 +81,7 @@ def match_layers(
         target: the model that receives them.
         names: regular expression -> replacement, applied in turn to the source's paths.
         tied: whether tied arrays count as a layer's own, for each side.
+        absent_bias: whether a dense layer or convolution may have a bias that its counterpart lacks.
 
     Raises:
         PortError: an expression of `names` is invalid, or matches no path.
@@ -84,12 +90,17 @@ def match_layers(
     theirs = [(layer.path, layer) for layer in target.layers if layer.leaves]
     matching = Matching()
     if names:
-        ours, theirs = _pair_named(ours, theirs, source, matching)
+        ours, theirs = _pair_named(ours, theirs, matching, absent_bias=absent_bias)
     search = _Search(
-        (source.ordered and is_in_call_order(source.layers), target.ordered and is_in_call_order(target.layers))
+        (source.ordered and is_in_call_order(source.layers), target.ordered and is_in_call_order(target.layers)),
+        absent_bias=absent_bias,
     )
-    matching.add(search.align(build_module_tree(ours, tied=tied[0]), build_module_tree(theirs, tied=tied[1])))
-    _pair_by_neighbours(matching)
+    trees = [
+        build_module_tree(layers, tied=each, biases=not absent_bias)
+        for layers, each in zip((ours, theirs), tied, strict=True)
+    ]
+    matching.add(search.align(*trees))
+    _pair_by_neighbours(matching, absent_bias=absent_bias)
     place = {layer.path: number for number, layer in enumerate(target.layers)}
     matching.pairs.sort(key=lambda each: place.get(each.target.path, 0))
     return matching
@@ -98,8 +109,9 @@ def match_layers(
 def _pair_named(
     ours: Sequence[tuple[str, NativeLayer]],
     theirs: Sequence[tuple[str, NativeLayer]],
-    source: Inventory,
     matching: Matching,
+    *,
+    absent_bias: bool,
 ) -> tuple[list[tuple[str, NativeLayer]], list[tuple[str, NativeLayer]]]:
     """Pair layers whose path after `names=` is exactly a path of the target; return the remaining layers of both
     sides."""
@@ -112,7 +124,7 @@ def _pair_named(
             path in given
             and other is not None
             and path not in taken
-            and (fit := find_layer_fit(layer, other)) is not None
+            and (fit := find_layer_fit(layer, other, absent_bias=absent_bias)) is not None
         ):
             matching.pairs.append(LayerMatch(layer, other, fit, "names="))
             taken.add(path)
@@ -127,10 +139,11 @@ class _Search:
 
     Args:
         ordered: whether the order of definition is meaningful, for each side.
+        absent_bias: whether a dense layer or convolution may have a bias that its counterpart lacks.
     """
 
-    def __init__(self, ordered: tuple[bool, bool]) -> None:
-        self._ordered = ordered
+    def __init__(self, ordered: tuple[bool, bool], *, absent_bias: bool) -> None:
+        self._ordered, self._absent_bias = ordered, absent_bias
         self._known: dict[tuple[str, str], tuple[bool, bool]] = {}
         self._signs: dict[int, tuple[NativeLayer, str]] = {}
         self._tried: dict[tuple[int, int], tuple[ModuleNode, ModuleNode, Matching | None]] = {}
@@ -241,14 +254,14 @@ class _Search:
         Args:
             source: a node.
             target: a node of the other side.
-            direct: for two layers, whether both have to be of one kind, and not only readable as it.
+            direct: for two layers, whether both have to be of one kind and complete, and not only readable as it.
         """
         if source.layer is None or target.layer is None:
             return self._match_nodes(source, target) is not None
         key = self._layer_signature(source.layer), self._layer_signature(target.layer)
         if key not in self._known:
-            fit = find_layer_fit(source.layer, target.layer)
-            is_direct = fit is not None and fit.source.kind == fit.target.kind != "parameter"
+            fit = find_layer_fit(source.layer, target.layer, absent_bias=self._absent_bias)
+            is_direct = fit is not None and fit.source.kind == fit.target.kind != "parameter" and not fit.absent_bias
             self._known[key] = fit is not None, is_direct
         return self._known[key][direct]
 
@@ -268,13 +281,13 @@ class _Search:
 
     def _try(self, source: ModuleNode, target: ModuleNode) -> Matching | None:
         if source.layer is not None and target.layer is not None:
-            fit = find_layer_fit(source.layer, target.layer)
+            fit = find_layer_fit(source.layer, target.layer, absent_bias=self._absent_bias)
             return None if fit is None else Matching([LayerMatch(source.layer, target.layer, fit, "alone")])
         found = self.align(source.children or [source], target.children or [target])
         return found if found.is_complete else None
 
 
-def _pair_by_neighbours(matching: Matching) -> None:
+def _pair_by_neighbours(matching: Matching, *, absent_bias: bool) -> None:
     """Pair indistinguishable layers by their neighbours. Norms matched by number or order are included if the
     convolutions next to them contradict the match."""
     _drop_doubtful_pairs(matching)
@@ -282,7 +295,7 @@ def _pair_by_neighbours(matching: Matching) -> None:
         couples = neighbour_pairing.pair_by_neighbours(
             *group, [(each.source, each.target) for each in matching.pairs], _all_layers(matching)
         )
-        fits = [find_layer_fit(one, other) for one, other in couples or ()]
+        fits = [find_layer_fit(one, other, absent_bias=absent_bias) for one, other in couples or ()]
         if couples is not None and None not in fits:
             matching.indistinguishable.remove(group)
             matching.pairs += [

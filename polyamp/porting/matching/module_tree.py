@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.layouts.layer_kinds import BIASED_KINDS
 from polyamp.porting.matching.module_names import ModuleName, parse_module_name
 
 _FOLLOWING_ROLE: Final = {"block": "head", "encoder": "head", "forward": "backward", "up": "down", "query": "output"}
@@ -48,8 +49,9 @@ class ModuleNode:
         return [dataclasses.replace(child, path=_join_paths(self.path, child.path)) for child in self.children]
 
 
-def count_values(layer: NativeLayer, *, tied: bool = False) -> int:
-    """Return the number of canonical values that a layer owns; with `tied`, of all its values.
+def count_values(layer: NativeLayer, *, tied: bool = False, biases: bool = True) -> int:
+    """Return the number of canonical values that a layer owns; with `tied`, of all its values; without `biases`, those
+    of dense layers and convolutions are not counted.
 
     If the form does not fit the arrays, the native arrays are counted.
     """
@@ -61,7 +63,9 @@ def count_values(layer: NativeLayer, *, tied: bool = False) -> int:
             pass
         else:
             total = 0
-            for shape in shapes.values():
+            for name, shape in shapes.items():
+                if name == "bias" and not biases and layer.forms[0].kind in BIASED_KINDS:
+                    continue
                 size = 1
                 for length in shape:
                     size *= length
@@ -70,17 +74,20 @@ def count_values(layer: NativeLayer, *, tied: bool = False) -> int:
     return sum(array.size for array in own.values())
 
 
-def build_module_tree(layers: Sequence[tuple[str, NativeLayer]], *, tied: bool = False) -> list[ModuleNode]:
+def build_module_tree(
+    layers: Sequence[tuple[str, NativeLayer]], *, tied: bool = False, biases: bool = True
+) -> list[ModuleNode]:
     """Return the top-level nodes of a model's tree.
 
     Args:
         layers: (path, layer) in the model's order; those without arrays of their own are left out.
         tied: whether a tied array counts as a separate array.
+        biases: whether biases of dense layers and convolutions count.
     """
     top = ModuleNode("", [], None, 0, 0)
     modules: dict[str, ModuleNode] = {"": top}
     for place, (path, layer) in enumerate(layers):
-        mass = count_values(layer, tied=tied)
+        mass = count_values(layer, tied=tied, biases=biases)
         if not mass:
             continue
         around = _ensure_module(modules, path.rpartition("/")[0], place)

@@ -133,7 +133,7 @@ def test_not_strict_moves_the_rest_and_says_so() -> None:
 
 def test_a_missing_bias_is_named() -> None:
     with pytest.raises(PortError, match="nearest to a is a, but it has a bias, and a has none"):
-        carried(sketch("a: dense 4 3 -bias\nb: dense 3 2"), sketch("a: dense 4 3\nb: dense 3 2"))
+        carried(sketch("a: layer_norm 4 -bias\nb: dense 3 2"), sketch("a: layer_norm 4\nb: dense 3 2"))
 
 
 def test_what_nothing_tells_is_a_choice_and_no_line_to_copy() -> None:

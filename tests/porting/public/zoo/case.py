@@ -27,6 +27,8 @@ class Case:
         names: the `names=` that the port needs.
         tries: calls of `port` that a reader of its errors needs, the successful one included.
         to_target: the batch in the target's layout; by default images are turned to channels last.
+        own_parameters: regular expression over the paths of a Keras target's parameters that the source has none of;
+            the judge leaves their gradients out.
         remark: a sentence for the table.
     """
 
@@ -38,6 +40,7 @@ class Case:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tries: int = 1
     to_target: Callable[[Batch], Batch] | None = None
+    own_parameters: str = ""
     remark: str = ""
 
     def native(self, batch: Batch) -> Batch:

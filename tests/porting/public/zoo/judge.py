@@ -8,6 +8,7 @@ values are the same, and the largest difference between sorted values is at most
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -54,7 +55,7 @@ def distance(case: Case, source: Any, target: Any, seed: int = SEED) -> Distance
             raise ValueError(f"outputs are {[each.shape for each in turned]} and {shapes}")
         return turned
 
-    one, two = play(source, batch, ours), play(target, case.native(batch), theirs)
+    one, two = play(source, batch, ours), play(target, case.native(batch), theirs, case.own_parameters)
     outputs = max(relative(turn(a), b) for a, b in zip(one.outputs, two.outputs, strict=True))
     wanted = [array for array in case.native(one_tree(batch, one.inputs)) if array.dtype.kind == "f"]
     gradients = [relative(a, b) for a, b in zip(wanted, two.inputs, strict=True)]
@@ -94,12 +95,15 @@ def is_keras(model: Any) -> bool:
 Cotangents = Callable[[list[tuple[int, ...]]], list[Array]]
 
 
-def play(model: Any, batch: Batch, cotangents: Cotangents) -> Played:
-    """Run a model of any library forward and backward, as in inference."""
+def play(model: Any, batch: Batch, cotangents: Cotangents, without: str = "") -> Played:
+    """Run a model of any library forward and backward, as in inference. The gradients of a Keras model's parameters
+    whose paths match `without` are left out."""
     if is_torch(model):
         return _play_torch(model, batch, cotangents)
     if is_keras(model):
-        return _play_keras(model, batch, cotangents)
+        return _play_keras(model, batch, cotangents, without)
+    if without:
+        raise ValueError("parameters are left out of Keras models alone")
     return _play_jax(model, batch, cotangents)
 
 
@@ -131,12 +135,12 @@ def _play_torch(model: Any, batch: Batch, cotangents: Cotangents) -> Played:
     return Played([each.detach().numpy() for each in outputs], given[: len(floats)], parameters)
 
 
-def _play_keras(model: Any, batch: Batch, cotangents: Cotangents) -> Played:
+def _play_keras(model: Any, batch: Batch, cotangents: Cotangents, without: str) -> Played:
     import tensorflow as tf
 
     inputs = [tf.constant(array) for array in batch]
     floats = [each for each in inputs if each.dtype.is_floating]
-    leaves = list(model.trainable_variables)
+    leaves = [each for each in model.trainable_variables if not without or not re.search(without, each.path)]
     with tf.GradientTape() as tape:
         tape.watch(floats)
         outputs = flat(model(inputs[0] if len(inputs) == 1 else inputs, training=False))

@@ -102,7 +102,7 @@ class DenseNet(nn.Module):
         return self.classifier(F.relu(self.norm5(x)).mean((2, 3)))
 
 
-# ResNetV2 with batch norms; Keras's has biases that timm's lacks.
+# ResNetV2 with batch norms; Keras's has biases that timm's lacks. The stem is timm's "fixed", which pads with zeros.
 class PreActBlock(nn.Module):
     def __init__(self, inputs: int, middle: int, stride: int, project: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class TimmResNetV2(nn.Module):
         self.norm, self.head = nn.BatchNorm2d(width, eps=1.001e-5), nn.Linear(width, 10)
 
     def forward(self, x: Any) -> Any:
-        x = self.stages(F.max_pool2d(self.stem(x), 3, 2, 1))
+        x = self.stages(F.max_pool2d(F.pad(self.stem(x), (1, 1, 1, 1)), 3, 2))
         return self.head(F.relu(self.norm(x)).mean((2, 3)))
 
 
@@ -288,7 +288,9 @@ CASES: Final = [
     Case("DenseNet", "torchvision → keras.applications", DenseNet,
          lambda batch: keras.applications.DenseNet121(**SAME), images()),
     Case("ResNetV2", "timm → keras.applications", TimmResNetV2,
-         lambda batch: keras.applications.ResNet50V2(**SAME), images()),
+         lambda batch: keras.applications.ResNet50V2(**SAME), images(),
+         own_parameters=r"conv1_conv/bias|_[03]_conv/bias",
+         remark="timm's side has the stem of its `fixed` kinds; biases that it lacks are zeros in Keras's."),
     Case("VGG", "keras.applications → torchvision", keras_vgg, lambda batch: VGG(), images_last,
          to_target=lambda batch: tuple(channels_first(each) for each in batch)),
     Case("BERT", "transformers → KerasHub", bert, keras_bert, ids_and_segments, to_target=unchanged),
