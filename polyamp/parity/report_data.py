@@ -120,6 +120,20 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     skipped: list[int] = msgspec.field(default_factory=list)
 
 
+class UpdateCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the parameters that both sides updated in a phase had an update that could be judged.
+
+    Attributes:
+        phase: as in `Divergence`.
+        judged: parameters with an update that was judged; those of the others are hidden by their gradients' rounding.
+        updated: all of them, up to the divergence.
+    """
+
+    phase: str
+    judged: int
+    updated: int
+
+
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of two sides.
 
@@ -128,12 +142,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         first: first divergence; None if there is none, or if a failure left it unknown.
         rows: the table, in the order of the first side's program.
         notes: what was not compared and why; settings that weights do not carry (`polyamp.port`'s report).
+        updates: how many parameters' updates were judged, in each phase that trained.
     """
 
     sides: tuple[str, str]
     first: Divergence | None
     rows: list[ComparisonRow] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
+    updates: list[UpdateCount] = msgspec.field(default_factory=list)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final, Literal
 
-from polyamp.parity.report_data import Comparison, Divergence, Environment, Failure, Findings, SideValues
+from polyamp.parity.report_data import (
+    Comparison,
+    Divergence,
+    Environment,
+    Failure,
+    Findings,
+    SideValues,
+    UpdateCount,
+)
 
 Outcome = Literal["agree", "differ", "unfinished"]
 OUTCOME_TEXTS: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
@@ -121,6 +130,24 @@ def module(path: str) -> str:
 def quantity(what: str, name: str) -> str:
     """Return the name of a compared quantity: `gradient of kernel`, `output`."""
     return plain(f"{what} of {name}" if name else what)
+
+
+def update_counts(counts: Sequence[UpdateCount]) -> str:
+    """Return in words of how many parameters an update was judged: the fewest of all pairs of sides in each phase.
+
+    >>> update_counts([UpdateCount(phase="float32", judged=41, updated=41)])
+    'judged: 41 of 41 parameters under float32'
+    """
+    fewest: dict[str, UpdateCount] = {}
+    for each in sorted(counts, key=lambda each: each.judged - each.updated, reverse=True):
+        fewest = {**fewest, each.phase: each}
+    phases = dict.fromkeys(each.phase for each in counts)
+    texts = [
+        f"{fewest[phase].judged:,} of {count_text(fewest[phase].updated, 'parameter')} under {phase}"
+        for phase in phases
+    ]
+    hidden = any(each.judged < each.updated for each in counts)
+    return plain(f"judged: {', '.join(texts)}{'; rounding hides the others' if hidden else ''}")
 
 
 def failure_text(failure: Failure) -> str:

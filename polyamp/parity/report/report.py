@@ -24,6 +24,7 @@ from polyamp.parity.report_data import (
     Failure,
     Findings,
     SideValues,
+    UpdateCount,
     encode_report,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "Failure",
     "Report",
     "SideValues",
+    "UpdateCount",
 ]
 _DRAWING_PACKAGES: Final = {"jinja2": "report.html", "matplotlib": "report.png"}
 """Package of the extra `parity` -> the file that needs it."""

@@ -127,6 +127,9 @@ def _agreement_lines(report: Findings) -> Iterator[_TextLine]:
         nearest = max((row for row in rows if row.phase == phase), key=_allowed_share, default=None)
         if nearest is not None:
             yield _TextLine("nearest", _nearest_row_text(nearest))
+    counts = [count for each in report.comparisons for count in each.updates]
+    if counts:
+        yield _TextLine("updates", formatting.update_counts(counts))
     for environment in report.environments[:3]:
         model = f"{environment.model}, {formatting.count_text(environment.parameters, 'parameter')}, "
         yield _TextLine(environment.side, formatting.plain(model + formatting.software(environment)))

@@ -3,8 +3,9 @@
 A tiny difference of a gradient may change an update a lot: Adam moves a parameter by the sign of a gradient that is
 rounding alone. So a parameter is compared only in *steady* elements, whose gradients have been far larger than their
 allowed distance at every step so far. The tenth of the elements that differs most is left out too: a fault of an
-optimizer affects all of them. Both use the samples of the sketches, which have the same indices for a parameter, its
-gradient and its slots.
+optimizer affects all of them. Under a 16-bit policy few elements are steady, and the updates are compared by their
+projections as well (`update_projections`). Both use the samples of the sketches, which have the same indices for a
+parameter, its gradient and its slots.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import Entry
 from polyamp.parity.verdict.distances import EntryComparison, own_distance
 from polyamp.parity.verdict.tolerances import FACTOR, PhaseTolerance
+from polyamp.parity.verdict.update_projections import (
+    Projection,
+    elements_that_count,
+    project,
+    relative_distances,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,9 +59,17 @@ class OptimizerUpdates:
         self._tolerance = tolerance
         self._steady_elements: dict[tuple[str, str], Array] = {}
         self._gradient_tolerance: dict[tuple[str, str], float] = {}
-        self._before: dict[tuple[str, str], Array] = {}
+        self._gradients: dict[tuple[str, str], Array] = {}
+        self._gradient_distances: dict[tuple[str, str], Array] = {}
+        self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._update_rms: dict[tuple[str, str], float] = {}
         self._parameter_distance: dict[tuple[str, str], tuple[float, float]] = {}
+        self._updated: set[tuple[str, str]] = set()
+        self._judged: set[tuple[str, str]] = set()
+
+    def count(self) -> tuple[int, int]:
+        """Return the number of parameters of which an update was judged, and of those that were updated."""
+        return len(self._judged), len(self._updated)
 
     def drift(self, outputs: Mapping[str, float]) -> float:
         """Return the relative distance of both sides' parameters after the last step.
@@ -79,7 +94,11 @@ class OptimizerUpdates:
         assert two.sketch is not None
         key = (one.module, one.name)
         each = comparison.allowed / math.sqrt(max(one.sketch.size, 1))
-        least = np.minimum(np.abs(one.sketch.samples()), np.abs(two.sketch.samples()))
+        a, b = one.sketch.samples(), two.sketch.samples()
+        least = np.minimum(np.abs(a), np.abs(b))
+        apart = relative_distances(a, b)
+        self._gradients[key] = a
+        self._gradient_distances[key] = np.maximum(apart, self._gradient_distances.get(key, apart))
         steady = least >= _STEADY_FACTOR * each
         self._steady_elements[key] = steady & self._steady_elements.get(key, steady)
         norm = max(one.sketch.norm, two.sketch.norm)
@@ -108,37 +127,55 @@ class OptimizerUpdates:
     def compare_parameter(
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]
     ) -> EntryComparison | None:
-        """Compare the steady elements of a parameter; None if there are none."""
-        import numpy as np
-
+        """Compare a parameter after an update; None if rounding hides the update in all of its elements."""
         assert one.sketch is not None
         assert two.sketch is not None
         if one.sketch.size != two.sketch.size:
             return None
         key = (one.module, one.name)
         a, b = one.sketch.samples(), two.sketch.samples()
-        before = self._before.get(key, a)
-        moved = max(_rms(a - before), self._update_rms.get(key, 0.0))
-        self._update_rms[key], self._before[key] = moved, a
+        before = self._before.get(key, (a, b))
+        moved = max(_rms(a - before[0]), self._update_rms.get(key, 0.0))
+        self._update_rms[key], self._before[key] = moved, (a, b)
         root = math.sqrt(max(one.sketch.size, 1))
         self._parameter_distance[key] = (
             sketch_distance(one.sketch, two.sketch) / root,
             max(one.sketch.rms, two.sketch.rms),
         )
+        if one.step:
+            self._updated.add(key)
+        if one.sketch.nonfinite != two.sketch.nonfinite:
+            return EntryComparison(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
+        found = [self._compare_steady(one, two, wide, before[0])]
+        if one.step and not self._tolerance.wide:
+            found.append(self._compare_projections(one, two, before))
+        judged = [each for each in found if each is not None]
+        if judged and one.step:
+            self._judged.add(key)
+        return max(judged, key=lambda each: (each.counts, each.ratio), default=None)
+
+    def _compare_steady(
+        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], before: Array
+    ) -> EntryComparison | None:
+        """Compare the steady elements of a parameter; None if there are none."""
+        import numpy as np
+
+        assert one.sketch is not None
+        assert two.sketch is not None
+        key = (one.module, one.name)
+        a, b = one.sketch.samples(), two.sketch.samples()
         steady = self._steady_elements.get(key)
         if steady is None:
             steady = np.ones(a.shape, bool)
         if not steady.any():
             return None
-        if one.sketch.nonfinite != two.sketch.nonfinite:
-            return EntryComparison(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
         chosen = _trimmed_rms(a - b, steady)
         own = [
             None if w is None or w.sketch is None else _trimmed_rms(side - w.sketch.samples(), steady)
             for side, w in zip((a, b), wide, strict=True)
         ]
         scale = max(one.sketch.rms, two.sketch.rms)
-        gradient_share = min(self._gradient_tolerance.get(key, 0.0), 1.0) * moved
+        gradient_share = min(self._gradient_tolerance.get(key, 0.0), 1.0) * self._update_rms[key]
         arithmetic = FACTOR * _FLOAT32_ROUNDOFF * math.sqrt(max(one.step, 1)) * scale
         same_inputs = one.step <= 1
         own_share = 0.0
@@ -147,6 +184,36 @@ class OptimizerUpdates:
         allowed = max(own_share, gradient_share, arithmetic)
         why = _explain_update(a, b, before, steady) if chosen > allowed and one.step else ""
         return EntryComparison(one, two, chosen, allowed, scale, (own[0], own[1]), why=why)
+
+    def _compare_projections(self, one: Entry, two: Entry, before: tuple[Array, Array]) -> EntryComparison | None:
+        """Compare the updates of a parameter by their projections; None if too few elements can be judged."""
+        assert one.sketch is not None
+        assert two.sketch is not None
+        key = (one.module, one.name)
+        apart = self._gradient_distances.get(key)
+        chosen = None if apart is None else elements_that_count(apart)
+        if apart is None or chosen is None:
+            return None
+        ours, theirs = (
+            entry.sketch.samples()[chosen] - old[chosen]
+            for entry, old in zip((one, two), before, strict=True)
+            if entry.sketch is not None
+        )
+        update = max(ours, theirs, key=_rms)
+        rounding = max(FORMATS[entry.sketch.dtype].unit_roundoff for entry in (one, two) if entry.sketch is not None)
+        scale = max(one.sketch.rms, two.sketch.rms)
+        projections = project(
+            (ours, theirs),
+            {"update": update, "weight": before[0][chosen], "gradient": self._gradients[key][chosen]},
+            apart[chosen],
+            self._tolerance.roundoff,
+            FACTOR * rounding * scale,
+        )
+        nearest = max(projections, key=lambda each: (each.ratio > 1.0, each.distance), default=None)
+        if nearest is None:
+            return None
+        why = "" if nearest.ratio <= 1.0 else _explain_projection(nearest, _rms(ours) >= _rms(theirs))
+        return EntryComparison(one, two, nearest.distance, nearest.allowed, scale, (None, None), why=why)
 
 
 def _explain_update(a: Array, b: Array, before: Array, steady: Array) -> str:
@@ -166,6 +233,23 @@ def _explain_update(a: Array, b: Array, before: Array, steady: Array) -> str:
     if decay is not None:
         return f"They differ by {decay:.2e} times the parameter as it was: another weight decay."
     return ""
+
+
+def _explain_projection(projection: Projection, is_first: bool) -> str:
+    """Return what a projection says of two updates, as a sentence.
+
+    Args:
+        projection: one that rounding does not explain.
+        is_first: whether "update" is the first side's.
+    """
+    if projection.direction == "weight":
+        return f"They differ by {projection.multiple:.2e} times the parameter as it was: another weight decay."
+    if projection.direction == "gradient":
+        return f"They differ by {projection.multiple:.2e} times the gradient."
+    if not is_first and projection.multiple == 1.0:
+        return "The second side's update is not 0, and the first's is."
+    ratio = 1 + projection.multiple if is_first else 1 / (1 - projection.multiple)
+    return f"The second side's update is {ratio:.4g} times the first's: another learning rate or bias correction."
 
 
 def _scalar_multiple(difference: Array, of: Array) -> float | None:

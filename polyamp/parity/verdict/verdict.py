@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
-from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence
+from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, UpdateCount
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
 from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
@@ -65,6 +65,7 @@ def compare_traces(
     by_phase = {phase.name: (phase, one, two) for phase, one, two in runs}
     first: Divergence | None = None
     rows: list[ComparisonRow] = []
+    updates: list[UpdateCount] = []
     notes = list(alignment.notes)
     for trace in dict.fromkeys((run.trace.side, run.trace.hidden_reason) for _, *both in runs for run in both):
         notes += [f"{trace[0]}: {trace[1]}"] * bool(trace[1])
@@ -92,9 +93,10 @@ def compare_traces(
             if comparison.first is not None:
                 break  # from here on the models differ, so that every later difference is a consequence
         rows += comparison.rows()
+        updates += comparison.updates()
         notes += [note for note in comparison.notes if note not in notes]
         first = first or comparison.first
-    return Comparison(sides=labels, first=first, rows=rows, notes=notes)
+    return Comparison(sides=labels, first=first, rows=rows, notes=notes, updates=updates)
 
 
 def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:
@@ -217,6 +219,11 @@ class _PhaseComparison:
     def rows(self) -> list[ComparisonRow]:
         """Return the rows of the table."""
         return [_comparison_row(self._phase.title, found) for found in self._worst.values()]
+
+    def updates(self) -> list[UpdateCount]:
+        """Return how many updates were judged; nothing where nothing was trained."""
+        judged, updated = self._updates.count()
+        return [UpdateCount(phase=self._phase.title, judged=judged, updated=updated)] * bool(updated)
 
     def _hidden_layers(self, found: EntryComparison, last: str, ours: StepEntries, theirs: StepEntries) -> list[str]:
         """Return layers without compared outputs in which the difference may originate."""
