@@ -27,6 +27,9 @@ NO_WIDE_RUN_FACTOR: Final = 8.0
 sqrt(n / 2) roundings of its result, over the 32 lanes in which processors add; 8 is the value for 4096 products."""
 DRIFT_FACTOR: Final = 3.0
 """Largest accepted relative distance of a computed quantity, in multiples of that of the parameters."""
+SWITCH_FACTOR: Final = 3.0
+"""Largest accepted relative distance of a gradient, in multiples of the share of switched units in the gradients with
+respect to outputs behind it: sums over rows may cancel, and what switched in one row does not."""
 _OWN_DISTANCE_CAP: Final = 16.0
 """Largest own distance that counts between two different policies, in multiples of the arithmetic's share."""
 
@@ -55,7 +58,7 @@ class PhaseTolerance(NamedTuple):
         scale: float,
         *,
         same_inputs: bool = True,
-        switched: bool = False,
+        switched: float | None = None,
         drift: float = 0.0,
     ) -> float:
         """Return the largest distance that rounding explains.
@@ -66,7 +69,8 @@ class PhaseTolerance(NamedTuple):
             scale: norm of the values, to which roundings are relative.
             same_inputs: whether both sides compute from the same numbers, as in the first step. A fault of one side's
                 16-bit program then affects only that side's own distance.
-            switched: whether rounding may have switched units before it.
+            switched: share of the gradient before it that units have which switched on one side alone
+                (`unit_switches`); None if none can have switched.
             drift: relative distance of the parameters from which it is computed, where that is legitimate.
 
         >>> PhaseTolerance(2.0**-24, True, True).allowed((1e-6, 2e-6), 4, 1.0) == FACTOR * 3e-6
@@ -83,6 +87,8 @@ class PhaseTolerance(NamedTuple):
             distance = FACTOR * max(floor, sum(known) * len(own) / len(known))  # a missing one counts as the other
         else:
             distance = FACTOR * max(floor, min(known) if same_inputs else max(known))
-        if switched:
-            distance = max(distance, 2.0 * (min(max(known), most) if len(known) == len(own) else most))
+        if switched is not None and not self.wide:  # in float32 the own distances have it: a switch is no fault of it
+            distance = max(distance, SWITCH_FACTOR * switched * scale)
+        if switched is not None and len(known) < len(own):
+            distance = max(distance, 2.0 * most)  # which units switched against the wider run is not known
         return max(distance, DRIFT_FACTOR * drift * scale)

@@ -33,6 +33,7 @@ from polyamp.parity.verdict.step_entries import (
     order_entries,
 )
 from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
+from polyamp.parity.verdict.unit_switches import UnitSwitches
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.recipe.recipe import Recipe
 
@@ -41,10 +42,6 @@ _MATMUL_KINDS: Final = ("dense", "conv", "conv_transpose", "attention", "project
 """Layers whose output has the policy's dtype in every framework. Other output dtypes are the framework's own (S4)."""
 _GRADIENT_FLOOR_SHARE: Final = 0.1
 """Least scale of a gradient, relative to the largest: terms of a sum may cancel (a key's bias), their rounding not."""
-_KINK_ZERO_SHARE: Final = 1 / 64
-"""Share of zeros in the gradient with respect to an output above which units count as switched off."""
-
-
 _EQUAL_JUDGES: Final = 1e-12
 """Relative distance of two float64 runs up to which they have computed the same."""
 
@@ -122,7 +119,7 @@ class _PhaseComparison:
         self._alignment, self._traces = alignment, traces
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
         self._updates = OptimizerUpdates(tolerance)
-        self._is_kinked, self._drift = False, 0.0
+        self._switches, self._drift = UnitSwitches(traces, tolerance.roundoff), 0.0
         mixed = phase.name == POLICY and tolerance.same_policy
         self._dtype_mismatches = op_dtypes.find_dtype_mismatches(alignment, labels, traces) if mixed else {}
         self.first: Divergence | None = None
@@ -137,7 +134,7 @@ class _PhaseComparison:
             {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
         )
         suspect: Divergence | None = None
-        self._is_kinked = self._is_kinked or _has_kinks(ours, theirs)
+        self._switches.begin_backward_pass()
         depth = 0
         allowed_gradients: dict[tuple[str, str], float] = {}
         last = ""
@@ -164,6 +161,8 @@ class _PhaseComparison:
             else:
                 floor = gradient_floor * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
                 depths = depth * (1 if entry.stage == "forward" else 2)
+                if entry.what in ("cotangent", "gradient") and other.sketch is not None:
+                    self._switches.record(entry.sketch, other.sketch, depths)
                 found = self._compare_before_activation(
                     entry, self._compare_arrays(entry, other, wide, depths, floor), ours, theirs, wide, depths
                 )
@@ -251,14 +250,15 @@ class _PhaseComparison:
         later = entry.step > 1
         drift = self._drift if later and entry.stage != "update" else 0.0
         allowed = self._tolerance.allowed(
-            own, depth, scale, same_inputs=not later, switched=self._has_unit_switches(entry), drift=drift
+            own, depth, scale, same_inputs=not later, switched=self._switched_share(entry), drift=drift
         )
         narrow = self._judge.common(_module(entry), forward=entry.stage == "forward")
         return max(allowed, FACTOR * self._tolerance.arithmetic(depth, scale, narrow))
 
-    def _has_unit_switches(self, entry: Entry) -> bool:
-        """Return whether rounding may have switched units of a ReLU or a maximum before an entry."""
-        return self._is_kinked and (entry.step > 1 or entry.stage != "forward")
+    def _switched_share(self, entry: Entry) -> float | None:
+        """Return the share of units of a ReLU or a maximum that rounding has switched before an entry."""
+        is_before = entry.step == 1 and entry.stage == "forward"
+        return None if is_before or not self._switches.are_possible else self._switches.share
 
     def _is_compared(self, entry: Entry) -> bool:
         """Return whether an entry is compared: not where frameworks differ by convention."""
@@ -399,12 +399,6 @@ class _PhaseComparison:
 def _module(entry: Entry) -> str:
     """Return an entry's module without the number of its call."""
     return entry.module.partition("#")[0]
-
-
-def _has_kinks(ours: StepEntries, theirs: StepEntries) -> bool:
-    """Return whether many elements of gradients are exactly 0, as after a ReLU or a maximum."""
-    both = (entry.sketch for step in (ours, theirs) for entry in step.values() if entry.what == "cotangent")
-    return any(sketch is not None and sketch.zeros > _KINK_ZERO_SHARE * sketch.size for sketch in both)
 
 
 def _comparison_row(phase: str, comparison: EntryComparison) -> ComparisonRow:

@@ -17,7 +17,7 @@ from polyamp.parity.verdict.distances import EntryComparison, prefer_float64_dis
 from polyamp.parity.verdict.judge_precision import JudgePrecision
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.step_entries import PhaseTrace
-from polyamp.parity.verdict.tolerances import DRIFT_FACTOR, FACTOR, NO_WIDE_RUN_FACTOR, PhaseTolerance
+from polyamp.parity.verdict.tolerances import DRIFT_FACTOR, FACTOR, NO_WIDE_RUN_FACTOR, SWITCH_FACTOR, PhaseTolerance
 from polyamp.parity.verdict.verdict import compare_traces
 
 SINGLE, BRAIN = 2.0**-24, 2.0**-8
@@ -61,11 +61,12 @@ def test_without_a_judge_arithmetic_counts_sums() -> None:
     assert PhaseTolerance(SINGLE, True, True).allowed((None, None), 4, 1.0) == FACTOR * NO_WIDE_RUN_FACTOR * SINGLE * 2
 
 
-def test_a_switched_unit_allows_the_root_of_the_share_that_rounding_switches() -> None:
+def test_switched_units_allow_what_they_are_of_the_gradient() -> None:
     judge, root = PhaseTolerance(2.0**-11, False, True), math.sqrt(2.0**-11)
 
-    assert judge.allowed((1e-4, 0.9), 1, 1.0, switched=True) == pytest.approx(2 * root)
-    assert judge.allowed((1e-4, 0.01), 1, 1.0, switched=True) == pytest.approx(0.02)
+    assert judge.allowed((1e-4, 0.9), 1, 1.0, switched=0.05) == pytest.approx(SWITCH_FACTOR * 0.05)
+    assert judge.allowed((1e-4, 0.9), 1, 1.0, switched=0.0) == pytest.approx(FACTOR * 2.0**-11)
+    assert judge.allowed((1e-4, None), 1, 1.0, switched=0.0) == pytest.approx(2 * root)
     assert judge.allowed((1e-4, 0.9), 1, 1.0) == pytest.approx(FACTOR * 2.0**-11)
 
 
