@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from polyamp.errors import ModelError, UnsupportedError, describe_value
-from polyamp.parity.trace.observer import CaptureCallback, CaptureKind, PassRecord, UniformSource
+from polyamp.parity.trace.observer import CaptureCallback, CaptureKind, DropoutCount, PassRecord, UniformSource
 from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.models import MLP
 from polyamp.reference.tensor import Tensor
@@ -49,9 +49,9 @@ class ReferenceObserver:
         yield model.with_arrays(*copies)
 
     @contextmanager
-    def disable_dropout(self, model: Any, draws: UniformSource | None) -> Iterator[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> Iterator[DropoutCount]:
         """Do nothing: an `MLP` draws no random numbers."""
-        yield
+        yield DropoutCount()
 
     def capture_pass(self, state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         """Run one pass; hooks of the layers record outputs and cotangents."""

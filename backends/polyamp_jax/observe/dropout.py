@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.parity.trace.observer import UniformSource
+from polyamp.parity.trace.observer import DropoutCount, UniformSource
 from polyamp_jax import compat
 from polyamp_jax.observe.jax_only.library_observer import loaded_observers, replace_attribute
 
@@ -23,17 +23,18 @@ _block_numbers: Final = itertools.count(1)
 
 
 @contextlib.contextmanager
-def disable_dropout(draws: UniformSource | None) -> Iterator[None]:
+def disable_dropout(draws: UniformSource | None) -> Iterator[DropoutCount]:
     """Return the context manager of `Observer.disable_dropout`, for every supported library."""
+    count = DropoutCount()
     with contextlib.ExitStack() as stack:
         stack.enter_context(compat.separate_trace_cache("still" if draws is None else f"draws {next(_block_numbers)}"))
         if draws is None:
             for observer in loaded_observers():
-                observer.disable_dropout(stack)
+                observer.disable_dropout(stack, count)
         else:
             replace_attribute(stack, jax.random, "bernoulli", functools.partial(_bernoulli, draws))
             replace_attribute(stack, jax.random, "uniform", functools.partial(_uniform, draws))
-        yield
+        yield count
 
 
 def _bernoulli(draws: UniformSource, key: Any, p: Any = 0.5, shape: Any = None, **_: Any) -> Any:

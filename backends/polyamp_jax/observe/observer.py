@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.parity.trace.observer import CaptureCallback, PassRecord, UniformSource
+from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, PassRecord, UniformSource
 from polyamp.results import LossFunction
 from polyamp_jax import compat
 from polyamp_jax.arrays import device_name, shape_struct
@@ -91,7 +91,9 @@ class JaxObserver:
             finally:
                 self._captures.clear()
 
-    def disable_dropout(self, model: Any, draws: UniformSource | None) -> contextlib.AbstractContextManager[None]:
+    def disable_dropout(
+        self, model: Any, draws: UniformSource | None
+    ) -> contextlib.AbstractContextManager[DropoutCount]:
         return disable_dropout(draws)
 
     def capture_pass(self, state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:

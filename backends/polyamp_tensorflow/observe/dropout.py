@@ -7,6 +7,7 @@ affects a step that is traced in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
-from polyamp.parity.trace.observer import UniformSource
+from polyamp.parity.trace.observer import DropoutCount, UniformSource
 from polyamp_tensorflow.compat import layer_classes, random_functions, untraced_function
 from polyamp_tensorflow.interrupts import EnsureUndo
 from polyamp_tensorflow.models.layers import list_layers
@@ -32,7 +33,7 @@ _TRUNCATION_LIMIT: Final = 2.0
 
 
 @contextlib.contextmanager
-def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[None]:
+def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[DropoutCount]:
     """Disable or share dropout in the block, as in `Observer.disable_dropout`.
 
     It affects functions that are traced in the block, and layers whose `call` is a `tf.function`.
@@ -55,12 +56,13 @@ def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[None]:
         UnsupportedError: in the block, if an operation needs draws of another distribution, or of a shape that is
             unknown during tracing.
     """
+    count = DropoutCount()
     with contextlib.ExitStack() as stack:
-        for target, name, stand_in in _replacements(model, draws):
+        for target, name, stand_in in _replacements(model, draws, count):
             undo = _AttributeBackup(target, name)
             stack.enter_context(EnsureUndo(undo.restore))
             setattr(target, name, stand_in) if inspect.ismodule(target) else vars(target).update({name: stand_in})
-        yield
+        yield count
 
 
 class _AttributeBackup:
@@ -79,7 +81,9 @@ class _AttributeBackup:
             vars(self._target).pop(self._name, None)
 
 
-def _replacements(model: Any, draws: UniformSource | None) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _replacements(
+    model: Any, draws: UniformSource | None, count: DropoutCount
+) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yield (object, attribute name, replacement) for the block."""
     functions = random_functions()
     for part in list_layers(model):
@@ -88,11 +92,11 @@ def _replacements(model: Any, draws: UniformSource | None) -> Iterator[tuple[Any
             yield part.layer, "call", fresh
     if draws is None:
         for module, name in functions["dropout"]:
-            identity = _wrap_signature(getattr(module, name), lambda arguments: tf.convert_to_tensor(arguments["x"]))
+            identity = _wrap_signature(getattr(module, name), functools.partial(_pass_through, count))
             yield module, name, identity
         for part in list_layers(model):
             if isinstance(part.layer, _NOISE_LAYERS):
-                yield part.layer, "call", _identity_call(part.layer.call)
+                yield part.layer, "call", _identity_call(part.layer.call, count)
         return
     numbers = _SharedRandomFunctions(draws)
     for kind, places in functions.items():
@@ -113,8 +117,16 @@ def _wrap_signature(function: Callable[..., Any], stand_in: Callable[[dict[str, 
     return called  # type: ignore[no-any-return]  # TensorFlow is untyped
 
 
-def _identity_call(call: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_through(count: DropoutCount, arguments: dict[str, Any]) -> Any:
+    """Return `x`, in place of a function that drops."""
+    rate = arguments["rate"]
+    count.add(current_replica()[0] == 0 and (tf.is_tensor(rate) or rate > 0))
+    return tf.convert_to_tensor(arguments["x"])
+
+
+def _identity_call(call: Callable[..., Any], count: DropoutCount) -> Callable[..., Any]:
     def passing(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        count.add(current_replica()[0] == 0 and bool(kwargs.get("training", args[0] if args else False)))
         return inputs
 
     passing.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]  # functions take any attribute

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from polyamp.contract.backend import State
-from polyamp.parity.trace.observer import CaptureCallback, Observer, PassRecord, UniformSource
+from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observer, PassRecord, UniformSource
 from polyamp.results import LossFunction
 from polyamp_tensorflow.arrays import device_name, native_variable
 from polyamp_tensorflow.observe import capture, dropout, model_copy
@@ -42,7 +42,7 @@ class KerasObserver:
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(native_model(model), wide=wide, inference=inference)
 
-    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[DropoutCount]:
         return dropout.disable_dropout(native_model(model), draws)
 
     def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from polyamp.contract.backend import State
-from polyamp.parity.trace.observer import CaptureCallback, Observer, PassRecord, UniformSource
+from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observer, PassRecord, UniformSource
 from polyamp.results import LossFunction
 from polyamp_torch.arrays import describe_device
 from polyamp_torch.observe import capture, dropout, model_copy
@@ -25,7 +25,7 @@ class TorchObserver:
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(model, wide=wide, inference=inference)
 
-    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[DropoutCount]:
         return dropout.disable_dropout(model, draws)
 
     def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:

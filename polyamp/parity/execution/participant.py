@@ -213,7 +213,8 @@ class Participant:
             numbers = SharedRandomNumbers() if self._has_shared_randomness else None
             with self._observer.disable_dropout(
                 model, None if numbers is None else numbers.uniform_source(self.inventory)
-            ):
+            ) as dropout:
+                recorder.dropout = None if self._has_shared_randomness else dropout
                 trainer, trains = self._trainer(model, phase, loss_fn)
                 micro = self.recipe is not None and self.recipe.accumulate_steps > 1
                 try:
@@ -228,6 +229,7 @@ class Participant:
             phase=phase.name,
             operations=recorder.operations,
             hidden_reason=recorder.hidden_reason,
+            dropouts=recorder.dropouts,
             seconds=time.perf_counter() - began - recorder.overhead_seconds,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp.parity.trace.observer import Observer
+from polyamp.parity.trace.observer import DropoutCount, Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
 from polyamp.parity.trainers import Trainer
@@ -105,7 +105,15 @@ def side_batch(batch: Any, adapter: ChannelOrderAdapter | None) -> Any:
 
 
 class TraceRecorder:
-    """Recorder of one phase of one side."""
+    """Recorder of one phase of one side.
+
+    Attributes:
+        operations, hidden_reason: of the first pass.
+        step_number: the current step, from 1.
+        overhead_seconds: time that recording took.
+        dropout: count of the calls of dropout that are turned off; None where they are not.
+        dropouts: of these, those of the first pass.
+    """
 
     def __init__(
         self,
@@ -137,6 +145,8 @@ class TraceRecorder:
         self.step_number = 0
         self.hidden_reason = ""
         self.overhead_seconds = 0.0
+        self.dropout: DropoutCount | None = None
+        self.dropouts: int | None = None
 
     def steps(self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, *, micro: bool) -> None:
         """Run every step and record its pass, its metrics and its update.
@@ -168,13 +178,16 @@ class TraceRecorder:
             with self._measure_overhead():
                 self._record_activation(path, what, array, dtype, step)
 
+        before = self.dropout.calls if self.dropout is not None else None
         record = self._observer.capture_pass(state, self._loss_fn, batch, on_capture)
+        after = self.dropout.calls if self.dropout is not None else None
         with self._measure_overhead():
             self._record_number(step, "forward", "loss", record.loss)
             self._record_gradients(record.gradients, step)
             if step == 1:
                 self.operations = self._rename_modules(record.operations)
                 self.hidden_reason = record.hidden_reason
+                self.dropouts = None if before is None or after is None else after - before
 
     def _record_activation(self, path: str, what: str, array: Array, dtype: str, step: int) -> None:
         name, mark, count = path.partition("#")

@@ -34,6 +34,26 @@ UniformSource = Callable[[tuple[int, ...]], "Array"]
 """`draws(shape)`: return the next uniform numbers of [0, 1), float32, the same in every framework."""
 
 
+class DropoutCount:
+    """Number of calls of dropout that were turned off: those with a rate above 0, in training mode.
+
+    Attributes:
+        calls: the number so far, as often as Python ran such a call; None if some cannot be counted.
+    """
+
+    def __init__(self) -> None:
+        self.calls: int | None = 0
+
+    def add(self, calls: int = 1) -> None:
+        """Count calls."""
+        if self.calls is not None:
+            self.calls += calls
+
+    def give_up(self) -> None:
+        """Say from now on that there are calls which cannot be counted."""
+        self.calls = None
+
+
 class PassRecord(NamedTuple):
     """One forward and backward pass of `loss_fn`.
 
@@ -76,8 +96,10 @@ class Observer(Protocol):
             ModelError: the model cannot be copied.
         """
 
-    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+    def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[DropoutCount]:
         """Return a context manager in which a model, and functions of its framework, draw no random numbers.
+
+        It yields the count of what it turns off; with `draws` nothing is counted.
 
         Args:
             model: a model from `model_copy`.

@@ -61,6 +61,7 @@ class Trace(msgspec.Struct, kw_only=True):
         entries: in the order of computation.
         operations: operations of step 1, by module in the first side's names.
         hidden_reason: why submodules are not visible; "" if they are.
+        dropouts: calls of dropout that were turned off in the first pass; None where they cannot be counted.
         ended: why the run ended before its last step; "" if it did not.
         seconds: wall time of the models alone (steps and passes).
     """
@@ -70,6 +71,7 @@ class Trace(msgspec.Struct, kw_only=True):
     entries: list[Entry] = msgspec.field(default_factory=list)
     operations: list[OperationCount] = msgspec.field(default_factory=list)
     hidden_reason: str = ""
+    dropouts: int | None = None
     ended: str = ""
     seconds: float = 0.0
 

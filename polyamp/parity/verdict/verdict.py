@@ -66,6 +66,8 @@ def compare_traces(
     notes = list(alignment.notes)
     for trace in dict.fromkeys((run.trace.side, run.trace.hidden_reason) for _, *both in runs for run in both):
         notes += [f"{trace[0]}: {trace[1]}"] * bool(trace[1])
+    dropouts = [(one.trace.dropouts, two.trace.dropouts) for _, one, two in runs]
+    notes = [note for counts in dropouts[:1] for note in _dropout_notes(labels, counts)] + notes
     wider_phase = {FLOAT32: FLOAT64, POLICY: FLOAT32}
     for name in (FLOAT32, POLICY):
         if name not in by_phase:
@@ -94,6 +96,16 @@ def compare_traces(
         notes += [note for note in comparison.notes if note not in notes]
         first = first or comparison.first
     return Comparison(sides=labels, first=first, rows=rows, notes=notes, updates=updates)
+
+
+def _dropout_notes(labels: tuple[str, str], counts: tuple[int | None, int | None]) -> list[str]:
+    """Return a note if both sides have not called dropout equally often."""
+    if None in counts or counts[0] == counts[1]:
+        return []
+    calls = " and ".join(
+        f"{count} {'call' if count == 1 else 'calls'} in {label}" for label, count in zip(labels, counts, strict=True)
+    )
+    return [f"dropout was off: {calls}. With dropout they do not train alike"]
 
 
 def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp.parity.trace.observer import DropoutCount
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
 from polyamp_jax.models.libraries import LIBRARIES, library_of
@@ -26,8 +27,8 @@ _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
 class LibraryObserver:
     """Observer of one library, in its file in `library_observers`. Its defaults are for models that are only arrays."""
 
-    def disable_dropout(self, stack: contextlib.ExitStack) -> None:
-        """Turn the library's dropout off until `stack` closes."""
+    def disable_dropout(self, stack: contextlib.ExitStack, count: DropoutCount) -> None:
+        """Turn the library's dropout off until `stack` closes, and count the calls that would have dropped."""
 
     def tag_outputs(self, stack: contextlib.ExitStack) -> None:
         """Tag the inputs and outputs of the library's modules until `stack` closes, if it has an interceptor."""
@@ -71,33 +72,51 @@ def replace_attribute(stack: contextlib.ExitStack, owner: Any, name: str, value:
     stack.callback(setattr, owner, name, before)
 
 
-def identity_call(self: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-    """Return the inputs, in place of the `__call__` of a dropout module."""
-    return inputs
+def identity_call(rate: str, off: str, count: DropoutCount) -> Callable[..., Any]:
+    """Return what stands in for the `__call__` of a dropout module: a function that returns the inputs.
+
+    Args:
+        rate: name of the module's rate.
+        off: name of the module's attribute, and of the call's argument, that turns it off.
+        count: counts the calls that would have dropped something.
+    """
+
+    def call(self: Any, inputs: Any, *_: Any, **options: Any) -> Any:
+        given = options.get(off)
+        is_off = getattr(self, off, None) if given is None else given
+        count.add(bool(getattr(self, rate) and not is_off))
+        return inputs
+
+    return call
 
 
-def replace_attention(stack: contextlib.ExitStack, modules: Sequence[str]) -> None:
+def replace_attention(stack: contextlib.ExitStack, modules: Sequence[str], count: DropoutCount) -> None:
     """Run flax's attention functions without dropout until `stack` closes.
 
     Args:
         stack: restores the functions.
         modules: the modules that define or export them.
+        count: counts the calls that would have dropped something.
     """
     for name in modules:
         for function in ("dot_product_attention", "dot_product_attention_weights"):
             module = compat.loaded_module(name)
             if hasattr(module, function):
-                replace_attribute(stack, module, function, force_deterministic(getattr(module, function)))
+                replace_attribute(stack, module, function, force_deterministic(getattr(module, function), count))
 
 
-def force_deterministic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of flax that is called with `deterministic=True`."""
+def force_deterministic(function: Callable[..., Any], count: DropoutCount) -> Callable[..., Any]:
+    """Return a function of flax, or a method of a module of its, that is called with `deterministic=True`."""
     names = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "deterministic" in names and list(names).index("deterministic") < len(args):
             return function(*args, **kwargs)  # passed by position, which flax itself never does
+        own = args[0] if args else None
+        given = kwargs.get("deterministic")
+        is_off = getattr(own, "deterministic", None) if given is None else given
+        count.add(bool(kwargs.get("dropout_rate", getattr(own, "dropout_rate", 0.0)) and not is_off))
         return function(*args, **{**kwargs, "deterministic": True})
 
     return call

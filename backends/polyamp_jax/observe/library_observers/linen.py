@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from flax import linen
 
+from polyamp.parity.trace.observer import DropoutCount
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver, replace_attention, set_float64
 from polyamp_jax.observe.jax_only.output_tags import call_with_tags
 
@@ -14,9 +15,9 @@ from polyamp_jax.observe.jax_only.output_tags import call_with_tags
 class LinenObserver(LibraryObserver):
     """Observer of linen models."""
 
-    def disable_dropout(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(linen.intercept_methods(_call_without_dropout))
-        replace_attention(stack, ("flax.linen", "flax.linen.attention"))
+    def disable_dropout(self, stack: contextlib.ExitStack, count: DropoutCount) -> None:
+        stack.enter_context(linen.intercept_methods(_DropoutOff(count)))
+        replace_attention(stack, ("flax.linen", "flax.linen.attention"), DropoutCount())
 
     def tag_outputs(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(linen.intercept_methods(_tag_call))
@@ -28,12 +29,36 @@ class LinenObserver(LibraryObserver):
 OBSERVER: Final = LinenObserver()
 
 
-def _call_without_dropout(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    module = context.module
-    for name in ("rate", "dropout_rate") if isinstance(module, linen.Dropout) else ("dropout_rate",):
-        if isinstance(getattr(module, name, None), float | int):
-            object.__setattr__(module, name, 0.0)
-    return call(*args, **kwargs)
+class _DropoutOff:
+    """Interceptor that sets the rates of modules to 0.
+
+    Args:
+        count: counts the calls that would have dropped something. A module of the user's own that has a `dropout_rate`
+            may give it to others, which then have a rate of 0: their calls cannot be counted.
+    """
+
+    def __init__(self, count: DropoutCount) -> None:
+        self._count = count
+        self._rates: dict[int, tuple[Any, float]] = {}
+
+    def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        for name in ("rate", "dropout_rate") if isinstance(module, linen.Dropout) else ("dropout_rate",):
+            if isinstance(getattr(module, name, None), float | int):
+                self._rates.setdefault(id(module), (module, getattr(module, name)))
+                object.__setattr__(module, name, 0.0)
+        rate = self._rates.get(id(module), (module, 0.0))[1]
+        if rate and context.method_name == "__call__":
+            self._count_call(module, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _count_call(self, module: Any, args: Any, kwargs: Any) -> None:
+        if not isinstance(module, linen.Dropout | linen.MultiHeadDotProductAttention):
+            self._count.give_up()
+            return
+        by_position = args[1] if isinstance(module, linen.Dropout) and len(args) > 1 else None
+        given = kwargs.get("deterministic", by_position)
+        self._count.add(not (module.deterministic if given is None else given))
 
 
 def _tag_call(call: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from polyamp.errors import ModelError
+from polyamp.parity.trace.observer import DropoutCount
 from polyamp_jax import compat
 from polyamp_jax.observe.jax_only.library_observer import (
     LibraryObserver,
@@ -24,11 +25,11 @@ from polyamp_jax.observe.jax_only.library_observer import (
 class NnxObserver(LibraryObserver):
     """Observer of nnx models, which are mutable objects."""
 
-    def disable_dropout(self, stack: contextlib.ExitStack) -> None:
+    def disable_dropout(self, stack: contextlib.ExitStack, count: DropoutCount) -> None:
         attention = nnx.MultiHeadAttention
-        replace_attribute(stack, nnx.Dropout, "__call__", identity_call)
-        replace_attribute(stack, attention, "__call__", force_deterministic(attention.__call__))
-        replace_attention(stack, ("flax.nnx", "flax.nnx.nn.attention"))
+        replace_attribute(stack, nnx.Dropout, "__call__", identity_call("rate", "deterministic", count))
+        replace_attribute(stack, attention, "__call__", force_deterministic(attention.__call__, count))
+        replace_attention(stack, ("flax.nnx", "flax.nnx.nn.attention"), count)
 
     def copy_model(self, model: Any, *, wide: bool) -> Any:
         if not wide:

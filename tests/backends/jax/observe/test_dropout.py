@@ -102,11 +102,13 @@ def test_dropout_passes_on_what_it_gets_and_drops_again_afterwards(model: Any, b
     before, again = losses(state, step)
     assert before != again
     seen: dict[tuple[str, str], Any] = {}
-    with backend.observer.model_copy(made) as own, backend.observer.disable_dropout(own, None):
+    with backend.observer.model_copy(made) as own, backend.observer.disable_dropout(own, None) as count:
         inside = polyamp.init(own, recipe, **options)
         first, second = losses(inside, step)  # the very step that was traced outside
         assert first == second != before
+        before_pass = count.calls
         found = backend.observer.capture_pass(inside, mean, X, keeping(seen))
+        assert None in (count.calls, before_pass) or count.calls - before_pass >= 1
         assert found.loss == pytest.approx(first, rel=1e-6)
     for (path, what), array in seen.items():
         if what == "output" and "ropout" in path and path.count("/") == 0:

@@ -210,3 +210,31 @@ def test_a_checkpoint_is_seen_once_and_drops_the_same_again(policy: str, randomn
         assert all(np.array_equal(seen[key], plain[key]) for key in plain)
         assert all(np.array_equal(others[name], gradients[name]) for name in gradients)  # type: ignore[arg-type]
         assert float(other) == float(norm)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: nn.Dropout(0.5)(x), 1),
+        (lambda x: functional.dropout(functional.alpha_dropout(x, 0.1, True), training=False), 1),
+        (lambda x: nn.Dropout(0.0)(nn.Dropout(0.5).eval()(x)), 0),
+        (lambda x: torch.dropout(x, 0.5, True), 1),
+        (lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), 1),
+        (lambda x: nn.MultiheadAttention(4, 2, dropout=0.5)(x, x, x)[0], 1),
+        (lambda x: nn.MultiheadAttention(4, 2, dropout=0.5).eval()(x, x, x)[0], 0),
+        (lambda x: nn.LSTM(4, 4, 3, dropout=0.5)(x)[0], 2),
+        (lambda x: nn.GRU(4, 4, 3, dropout=0.5)(nn.utils.rnn.pack_sequence([x[0], x[1]]))[0].data, 2),
+        (lambda x: checkpoint(nn.Dropout(0.5), x.requires_grad_(), use_reentrant=False), 1),
+    ],
+)
+def test_calls_that_would_have_dropped_are_counted(call: Any, expected: int) -> None:
+    with OBSERVER.disable_dropout(nn.Identity(), None) as count:
+        made = call(torch.ones(2, 3, 4))
+        if made.requires_grad:
+            made.sum().backward()
+    assert count.calls == expected
+
+
+def test_what_is_compiled_cannot_be_counted() -> None:
+    with OBSERVER.disable_dropout(torch.compile(nn.Dropout(0.5), backend="eager"), None) as count:
+        assert count.calls is None

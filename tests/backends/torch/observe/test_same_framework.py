@@ -179,3 +179,15 @@ def test_what_lies_between_two_layers_is_found_in_what_the_second_is_given() -> 
     assert first is not None
     assert (first.stage, first.module, first.what, first.after, first.kind) == ("forward", "2", "input", "0", "formula")
     assert "behind '0', which agrees: between the two" in first.sentence
+
+
+def test_dropout_on_one_side_alone_is_said(model: Net) -> None:
+    other = copy.deepcopy(model)
+    other.drop = nn.Dropout(0.0)
+    report = polyamp.compare(model, other, BATCH, loss_fn, RECIPE)
+
+    assert report.agrees
+    said = "dropout was off: 1 call in torch a and 0 calls in torch b. With dropout they do not train alike"
+    assert report.comparisons[0].notes[0] == said
+    assert f"  note        {said}" in str(report)
+    assert not any("dropout" in note for note in polyamp.compare(model, model, BATCH, loss_fn).comparisons[0].notes)
