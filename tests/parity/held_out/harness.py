@@ -26,7 +26,7 @@ ROWS: Final = 8
 BASE: Final[dict[str, Any]] = {"policy": "float32", "optimizer": polyamp.sgd(0.1, momentum=0.9)}
 """What both sides train with where nothing else is said."""
 _HOME: Final = Path(__file__).parent
-_FOLDERS: Final = {"loops": _HOME}
+_FOLDERS: Final = {"loops": _HOME, "trainer": _HOME / "part_c"}
 _number = itertools.count()
 
 
@@ -38,16 +38,18 @@ class Side(NamedTuple):
         edits: of the family's text.
         loop: edits of the hand-written loop's text, which then trains this side; None: a recipe does.
         recipe: keyword arguments of `polyamp.Recipe`, over `BASE`; of a loop only its policy.
+        loops: which text the loop is: "loops" or "trainer".
     """
 
     framework: str
     edits: tuple[Edit, ...] = ()
     loop: tuple[Edit, ...] | None = None
     recipe: Mapping[str, Any] = {}
+    loops: str = "loops"
 
 
 def text(family: str, framework: str, edits: tuple[Edit, ...]) -> str:
-    """The text of a family's file, or of the "loops", with other words in it.
+    """The text of a family's file, or of a loop's, with other words in it.
 
     Raises:
         DoesNotFitError: what an edit replaces is not there exactly once.
@@ -157,7 +159,7 @@ def _native(framework: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def _trains(side: Side, code: ModuleType) -> Any:
     if side.loop is None:
         return polyamp.Recipe(**{**BASE, **side.recipe})
-    loop = module("loops", side.framework, side.loop)
+    loop = module(side.loops, side.framework, side.loop)
     loop.loss_fn = code.loss_fn  # type: ignore[attr-defined]
     return polyamp.parity.OwnLoop(loop.begin, loop.step, policy=side.recipe.get("policy", "float32"))
 
