@@ -9,8 +9,8 @@ import pytest
 
 from tests import xla
 from tests.parity.held_out import judge, table
-from tests.parity.held_out.harness import text
-from tests.parity.held_out.listed import PAIRS, PLANTS, half
+from tests.parity.held_out.harness import FAMILIES, text
+from tests.parity.held_out.listed import PAIRS, PLANTS, pair_numbers, plant_numbers
 
 xla.quick()  # before the first program is compiled
 
@@ -27,13 +27,13 @@ _CHOSEN = {
 _CLEAN = {"torch's own attention", "head as a product", "products by einsum", "a loop: cosine"}
 CHOSEN = [
     number
-    for number in half(len(PLANTS), "A")
+    for number in plant_numbers("A")
     if f"{PLANTS[number].family}: {PLANTS[number].what}" in _CHOSEN
     and PLANTS[number].first.framework == PLANTS[number].second.framework == "torch"
 ]
 CLEAN = [
     number
-    for number in half(len(PAIRS), "A")
+    for number in pair_numbers("A")
     if PAIRS[number].words in _CLEAN and PAIRS[number].first.framework == PAIRS[number].second.framework == "torch"
 ]
 
@@ -54,21 +54,32 @@ def test_clean_pair_raises_no_alarm(number: int) -> None:
 
 
 def test_the_lists_are_long_enough_and_each_still_fits_the_code() -> None:
-    assert len(PLANTS) >= 200
-    assert len(PAIRS) >= 200
+    assert len(plant_numbers("A")) + len(plant_numbers("B")) >= 200
+    assert len(pair_numbers("A")) + len(pair_numbers("B")) >= 200
     assert len({plant.family for plant in PLANTS}) == 8
     assert len(CHOSEN) == len(_CHOSEN)
     for each in (*PLANTS, *PAIRS):
         for side in (each.first, each.second):
             text(each.family, side.framework, side.edits)
             if side.loop is not None:
-                text("loops", side.framework, side.loop)
+                text(side.loops, side.framework, side.loop)
     for plant in PLANTS:
         re.compile(plant.expected.at)
 
 
-def test_halves_share_nothing_and_hold_all() -> None:
-    first, second = half(len(PLANTS), "A"), half(len(PLANTS), "B")
+def test_part_c_has_both_kinds_of_precision_loops_and_all_families() -> None:
+    plants = [PLANTS[number] for number in plant_numbers("C")]
+    pairs = [PAIRS[number] for number in pair_numbers("C")]
 
-    assert sorted([*first, *second]) == list(range(len(PLANTS)))
+    assert len(plants) >= 100
+    assert len(pairs) >= 100
+    assert {plant.family for plant in plants} == {pair.family for pair in pairs} == set(FAMILIES)
+    for each in (plants, pairs):
+        assert sum(one.second.recipe.get("policy", "float32") != "float32" for one in each) >= 25
+        assert sum(one.second.loop is not None for one in each) >= 25
+
+
+def test_parts_share_nothing_and_hold_all() -> None:
+    for numbers, count in ((plant_numbers, len(PLANTS)), (pair_numbers, len(PAIRS))):
+        assert sorted([*numbers("A"), *numbers("B"), *numbers("C")]) == numbers("") == list(range(count))
     assert table.counts({}).startswith("found 0 of 0")

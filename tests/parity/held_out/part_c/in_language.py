@@ -22,7 +22,7 @@ def _third(code: str) -> Edit:
 
 
 DECODER: Final = (
-    fault(_D, "torch nnx", "epsilon", "1e-6 in one norm of three layers", "layers/1/norm2 layers/1/mlp/gate layers/1/mlp/up layers/1/mlp", ("+ 1e-5)", '+ getattr(self, "epsilon", 1e-5))'), ("        self.norm = RMSNorm()\n", "        self.norm = RMSNorm()\n        self.layers[1].norm2.epsilon = 1e-6\n")),
+    fault(_D, "torch nnx", "epsilon", "1e-4 in one norm of three layers", "layers/1/norm2 layers/1/mlp/gate layers/1/mlp/up layers/1/mlp", ("+ 1e-5)", '+ getattr(self, "epsilon", 1e-5))'), ("        self.norm = RMSNorm()\n", "        self.norm = RMSNorm()\n        self.layers[1].norm2.epsilon = 1e-4\n")),
     fault(_D, "torch torch", "epsilon", "1e-4 in the last norm", "norm", ("+ 1e-5)", '+ getattr(self, "epsilon", 1e-5))'), ("        self.norm = RMSNorm()\n", "        self.norm = RMSNorm()\n        self.norm.epsilon = 1e-4\n"), under=BRAIN),
     fault(_D, "torch torch", "formula", "a window of three tokens", _ATTENTION, (".tril() > 0", ".tril().triu(-2) > 0")),
     fault(_D, "torch nnx", "formula", "logits bounded by a tanh", "- head", ("return self.head(self.norm(x))", "return 4.0 * jnp.tanh(self.head(self.norm(x)) / 4.0)")),

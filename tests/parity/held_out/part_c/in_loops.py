@@ -20,9 +20,7 @@ _HEAD: Final[dict[str, Any]] = {
     "optimizer": sgd(1e-2, momentum=0.9, weight_decay=0.1, groups=[Group("head/**", learning_rate_scale=0.1)])
 }
 _LINEAR: Final[dict[str, Any]] = {"optimizer": adamw(schedules.linear(1e-2, 1, 4), weight_decay=0.1)}
-_COSINE: Final[dict[str, Any]] = {
-    "optimizer": sgd(schedules.cosine(1e-2, 4, end=5e-3), momentum=0.9, weight_decay=0.1)
-}
+_COSINE: Final[dict[str, Any]] = {"optimizer": sgd(schedules.cosine(1e-2, 4, end=5e-3), momentum=0.9, weight_decay=0.1)}
 _FALLING: Final[dict[str, Any]] = {"optimizer": sgd(schedules.exponential(1e-2, 0.5), momentum=0.9, weight_decay=0.1)}
 _TWICE: Final[dict[str, Any]] = {**_SGD, "accumulate_steps": 2}
 _CLIPPED: Final[dict[str, Any]] = {**_SGD, "clip_norm": 0.05}

@@ -22,7 +22,7 @@ PLANTS: Final = (
     recipe("decoder", "torch torch", "centered RMSprop", "~center|formula|factor", {"optimizer": rmsprop(1e-3)}, {"optimizer": rmsprop(1e-3, centered=True)}, ANY._replace(step=(1, 2))),
     recipe("recommender", "torch nnx", "Adagrad's first sum of 0.1", "~initial|~accumulator|formula|factor", {"optimizer": adagrad(1e-2)}, {"optimizer": adagrad(1e-2, initial_accumulator_value=0.1)}, ANY._replace(step=(0, 1))),
     recipe("encoder", "torch torch", "Lion for AdamW with its rate", "formula|~lion|factor|missing", {"optimizer": lion(1e-3, weight_decay=0.1)}, {"optimizer": adamw(1e-3, weight_decay=0.1)}),
-    recipe("vae", "torch torch", "the last layer's rate", "~rate|factor|formula", {**_PLAIN, "policy": HALF}, {"optimizer": sgd(0.1, momentum=0.9, groups=[Group("decoder2/**", learning_rate=0.05)])}),
+    recipe("vae", "torch torch", "the last layer's rate", "~rate|factor|formula", {**_PLAIN, "policy": HALF, "scaler": LossScaler(init_scale=2.0**6)}, {"optimizer": sgd(0.1, momentum=0.9, groups=[Group("decoder2/**", learning_rate=0.05)])}),
     recipe("tagger", "torch nnx", "no Nesterov", "~nesterov", {"optimizer": sgd(0.1, momentum=0.9, nesterov=True)}, {"optimizer": sgd(0.1, momentum=0.9)}),
     recipe("seq2seq", "torch torch", "scale grows after each step", "~scal|~grow", {**_PLAIN, "policy": HALF, "scaler": LossScaler(init_scale=2.0**8, growth_interval=100)}, {"scaler": LossScaler(init_scale=2.0**8, growth_interval=1)}, ANY._replace(phase="policy", what="scale")),
     recipe("unet", "torch torch", "coupled decay", "~coupled|~decay|~L2", _ADAMW, {"optimizer": adam(1e-2, weight_decay=0.1)}),

@@ -150,9 +150,7 @@ def loop(
         one = side(family, first, loop=settings(**constants), recipe={"policy": policy}, loops="trainer")
     else:
         one = side(family, first, recipe={"policy": policy, **right})
-    two = side(
-        family, second, loop=(*settings(**constants), *wrong), recipe={"policy": policy}, loops="trainer"
-    )
+    two = side(family, second, loop=(*settings(**constants), *wrong), recipe={"policy": policy}, loops="trainer")
     if policy != "float32":
         expected = expected._replace(phase="policy")
     return Plant(family, "step", what, one, two, expected, says, options=options)
