@@ -55,7 +55,7 @@ TORCH: Final = (
     loop("recommender", "torch torch", "plain momentum for Nesterov's", "~nesterov", {"optimizer": sgd(1e-2, momentum=0.9, weight_decay=0.1, nesterov=True)}, {"KIND": "sgd"}, ()),
     loop("convnet", "torch torch", "RMSprop's alpha of 0.9", "~alpha|factor|formula", {"optimizer": rmsprop(1e-2, weight_decay=0.1)}, {"KIND": "rmsprop"}, (("alpha=0.99", "alpha=0.9"),)),
     loop("seq2seq", "torch torch", "decoupled decay for a coupled one", "~coupled|~decay|~L2", {"optimizer": adam(1e-2, weight_decay=0.1)}, {"KIND": "adamw"}, ()),
-    loop("tagger", "torch torch", "one parameter list left out of the optimizer", "missing|formula|~frozen|~not move|~stand|~stood", _ADAMW, {}, (("[p for p in model.parameters() if id(p) not in known]", "[p for name, p in model.named_parameters() if \"gates\" not in name]"),)),
+    loop("tagger", "torch torch", "a group whose rate stays 0", "missing|formula|factor|~rate|~frozen|~not move|~stand|~stood", _ADAMW, {}, (("    if plain:\n", "    still = [p for name, p in model.named_parameters() if \"gates\" in name]\n    groups[0][\"params\"] = [p for p in groups[0][\"params\"] if all(p is not q for q in still)]\n    groups.append({\"params\": still, \"share\": 0.0})\n    if plain:\n"),)),
 )  # fmt: skip
 NNX: Final = (
     loop("vae", "torch nnx", "the update clipped, not the gradient", "~clip|factor|formula", _CLIPPED, {"KIND": "sgd", "CLIP": 0.05}, (("    if CLIP:\n        gradients = clip(gradients)\n", ""), ("    applied = optax", "    updates = clip(updates)\n    applied = optax"))),

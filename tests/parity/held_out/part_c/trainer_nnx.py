@@ -77,9 +77,9 @@ def cast(tree: Any, dtype: str) -> Any:
 def loss_of(graph: Any, parameters: Any, rest: Any, rows: Any) -> Any:
     """The loss of a pass in `DTYPE`, whose parameters stay float32, and what the pass made of the rest."""
     if not DTYPE:
-        model = nnx.merge(graph, parameters, rest)
+        model = nnx.merge(graph, parameters, rest, copy=True)
         return loss_fn(model, rows), nnx.state(model, nnx.Not(nnx.Param))
-    model = nnx.merge(graph, cast(parameters, DTYPE), rest)
+    model = nnx.merge(graph, cast(parameters, DTYPE), rest, copy=True)
     loss = loss_fn(lambda given: cast(model(cast(given, DTYPE)), "float32"), rows)
     return loss, nnx.state(model, nnx.Not(nnx.Param))
 
