@@ -36,10 +36,10 @@ TORCH: Final = (
 NNX: Final = (
     rounded("decoder", "nnx nnx", "squares of the norm in 16 bits", "layers/0/norm1 layers/0/attention/q layers/0/attention", CAST, ("wide = x.astype(jnp.float32) if x.dtype != jnp.float64 else x", "wide = x")),
     rounded("decoder", "nnx nnx", "softmax in 16 bits", _ATTENTION, CAST, _NNX_FLOAT[0][::-1], both=_NNX_FLOAT),
-    rounded("encoder", "nnx nnx", "scores kept in float32", "layers/0/attention layers/0/attention/dense", BRAIN, ('jnp.einsum("bqhd,bkhd->bhqk", q, k)', 'jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)')),
+    rounded("encoder", "nnx nnx", "scores kept in float32", "layers/0/attention layers/0/attention/dense", CAST, ('jnp.einsum("bqhd,bkhd->bhqk", q, k)', 'jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)')),
     rounded("vae", "nnx nnx", "loss in 16 bits", "loss", CAST_OUT, ("(each.astype(jnp.float32) for each in model(batch))", "model(batch)")),
     rounded("vae", "nnx nnx", "decoder in float32", "decoder1", CAST, ("self.decoder2(jax.nn.elu(self.decoder1(code)))", "self.decoder2(jax.nn.elu(code.astype(jnp.float32) @ self.decoder1.kernel[...].astype(jnp.float32) + self.decoder1.bias[...].astype(jnp.float32)))"), says="dtype|missing"),
-    rounded("recommender", "nnx nnx", "products kept in float32", "top1", BRAIN, ('jnp.einsum("bid,bjd->bij", stacked, stacked)', 'jnp.einsum("bid,bjd->bij", stacked, stacked, preferred_element_type=jnp.float32)')),
+    rounded("tagger", "nnx nnx", "states kept in float32", "forwards forwards/gates forwards/candidate", CAST, ("return (1.0 - z) * n + z * h", "return ((1.0 - z) * n + z * h).astype(jnp.float32)")),
     rounded("decoder", "nnx nnx", "scores divided behind an overflow", _ATTENTION, CAST_HALF, ('scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / SIZE**0.5', 'scores = jnp.einsum("bqhd,bkhd->bhqk", q * 2.0**9, k * 2.0**9) / 2.0**18 / SIZE**0.5'), says="dtype|not finite"),
     rounded("tagger", "nnx nnx", "norm in 16 bits", "norm head", CAST, ("self.head(self.norm(states))", "self.head(_norm(self.norm, states))"), ("class Model", "def _norm(norm: Any, x: Any) -> Any:\n    apart = x - x.mean(-1, keepdims=True)\n    return apart / jnp.sqrt(jnp.square(apart).mean(-1, keepdims=True) + 1e-5) * norm.scale[...] + norm.bias[...]\n\n\nclass Model"), says="dtype|missing"),
 )  # fmt: skip
