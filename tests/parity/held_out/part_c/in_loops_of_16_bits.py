@@ -52,7 +52,7 @@ NNX: Final = (
     loop("recommender", "nnx nnx", "gradients not unscaled", "~scal", _SCALED, _HALF, (("    gradients = jax.tree.map(lambda g: g / scale, gradients)\n", ""),), policy=CAST_HALF),
     loop("vae", "nnx nnx", "clipped before unscaling", "~unscal|~clip", {**_SCALED, "clip_norm": 0.05}, _CLIPPED, (("    gradients = jax.tree.map(lambda g: g / scale, gradients)\n", "    gradients = jax.tree.map(lambda g: g / scale, clip(gradients))\n"), ("    if CLIP:\n        gradients = clip(gradients)\n", "")), policy=CAST_HALF),
     loop("tagger", "nnx nnx", "unscaled by the square", "~scal", None, _HALF, (("lambda g: g / scale, gradients", "lambda g: g / scale**2, gradients"),), policy=CAST_HALF),
-    loop("recommender", "nnx nnx", "an overflow is not skipped", "dtype|not finite|~finite|~overflow|~skip", {**_SGD, "scaler": LossScaler(init_scale=2.0**24)}, {**_HALF, "SCALE": 2.0**24}, (("applied = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, parameters)", "applied = optax.apply_updates(parameters, updates)"),), policy=CAST_HALF, steps=3),
+    loop("recommender", "nnx nnx", "an overflow is not skipped", "dtype|not finite|~finite|~overflow|~skip", {**_SGD, "scaler": LossScaler(init_scale=2.0**24)}, {**_HALF, "SCALE": 2.0**24}, (("        applied = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, parameters)\n", ""),), policy=CAST_HALF, steps=3),
     loop("vae", "nnx nnx", "the scale never backs off", "~scal|~back", None, {**_HALF, "SCALE": 2.0**24}, (("jnp.where(finite, scale, 0.5 * scale)", "scale"),), policy=CAST_HALF),
 )  # fmt: skip
 PLANTS: Final = (*TORCH, *NNX)

@@ -3,6 +3,7 @@ by `harness`."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -84,6 +85,22 @@ def loss_of(graph: Any, parameters: Any, rest: Any, rows: Any) -> Any:
     return loss, nnx.state(model, nnx.Not(nnx.Param))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def gradients_of(graph: Any, parameters: Any, rest: Any, rows: Any, scale: Any) -> Any:
+    def scaled(given: Any) -> Any:
+        loss, after = loss_of(graph, given, rest, rows)
+        return loss * scale, (loss, after)
+
+    return jax.grad(scaled, has_aux=True)(parameters)
+
+
+@jax.jit
+def update_of(gradients: Any, state: Any, parameters: Any) -> Any:
+    updates, after = make_optimizer().update(gradients, state, parameters)
+    applied = optax.apply_updates(parameters, updates)
+    return applied, after
+
+
 def step(training: Any, batch: Any) -> Any:
     graph, parameters, rest = nnx.split(training.model, nnx.Param, ...)
     optimizer, state = training.optimizer
@@ -92,12 +109,7 @@ def step(training: Any, batch: Any) -> Any:
     total, gradients = 0.0, None
     for part in range(PARTS):
         rows = {name: jnp.asarray(np.ascontiguousarray(a[part::PARTS])) for name, a in batch.items()}
-
-        def scaled(given: Any, rest: Any = rest, rows: Any = rows) -> Any:
-            loss, after = loss_of(graph, given, rest, rows)
-            return loss * scale, (loss, after)
-
-        found, (loss, rest) = jax.grad(scaled, has_aux=True)(parameters)
+        found, (loss, rest) = gradients_of(graph, parameters, rest, rows, scale)
         found = jax.tree.map(lambda g: g / PARTS, found)
         gradients = found if gradients is None else jax.tree.map(jnp.add, gradients, found)
         total = total + loss / PARTS
@@ -105,8 +117,7 @@ def step(training: Any, batch: Any) -> Any:
     finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]))
     if CLIP:
         gradients = clip(gradients)
-    updates, after = optimizer.update(gradients, state, parameters)
-    applied = optax.apply_updates(parameters, updates)
+    applied, after = update_of(gradients, state, parameters)
     if scaler is not None:
         applied = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, parameters)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
