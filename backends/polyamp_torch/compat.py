@@ -121,6 +121,11 @@ def compiled_call_of_module(module: nn.Module) -> Any:
     return getattr(module, "_compiled_call_impl", None)
 
 
+def has_plain_call(module: nn.Module) -> bool:
+    """Return whether a call of a module is its class's `forward` alone: no hooks, and no `forward` of the object."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def compile_in_place(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
     """Do `module.compile()` with an existing compiler."""
     module._compiled_call_impl = compiler(module._call_impl)

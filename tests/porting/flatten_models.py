@@ -18,6 +18,7 @@ import numpy as np
 import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
+from tests.porting import sequential_models
 
 LAYERS: Final[dict[str, dict[str, tuple[str, int, int]]]] = {
     "heads": {"conv": ("conv", 3, 4), "mu": ("dense", 80, 5), "logvar": ("dense", 80, 3)},
@@ -329,6 +330,8 @@ def main(libraries: list[str]) -> None:
         found[f"{key} bare"] = port(kind, source, target)
         how = "check" if kind in ("heads", "fused") else "batch"
         found[f"{key} {how}"] = port(kind, source, target, **{how: True})
+    for source, target in sequential_models.PAIRS[" ".join(libraries)]:
+        found[f"{source} to {target}"] = sequential_models.port(source, target)
     print(json.dumps(found))
 
 

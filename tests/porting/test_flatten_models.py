@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 
 from tests import xla
+from tests.porting import sequential_models
 from tests.porting.flatten_models import cases
 
 ROOT: Final = Path(__file__).parents[2]
@@ -47,3 +48,23 @@ def test_s30_rows_are_in_the_order_of_the_flatten_or_refused(process: str, kind:
     else:
         assert record.get("distance", 1.0) < 1e-5, record
         assert record["clean"]
+
+
+@pytest.mark.parametrize(
+    ("process", "source", "target"), [(key, *pair) for key, pairs in sequential_models.PAIRS.items() for pair in pairs]
+)
+def test_s30_a_flatten_between_modules_of_both_graphs_needs_no_batch(process: str, source: str, target: str) -> None:
+    record = found(process)[f"{source} to {target}"]
+    if "hidden" in source:
+        assert "nothing proves whether these layers stand next to a flatten" in record["error"]
+        return
+    assert record["distance"] < 1e-5, record
+    assert record["clean"]
+    assert [note.partition(":")[2] for note in record["notes"]] == (
+        []
+        if "turned" in target
+        else [
+            f" rows 0:96 put from {'(4, 24) to (24, 4)' if source in sequential_models.FIRST else '(24, 4) to (4, 24)'}"
+            " (both graphs of modules show it)"
+        ]
+    )

@@ -18,6 +18,7 @@ from polyamp_tensorflow.arrays import is_floating, native_variable
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
 from polyamp_tensorflow.models.layers import LayerEntry, is_built, is_layer, list_layers
 from polyamp_tensorflow.models.variables import model_variables
+from polyamp_tensorflow.porting.input_orders import input_orders
 from polyamp_tensorflow.porting.layers import layer_table
 from polyamp_tensorflow.porting.layers.layer_record import (
     LayerRecord,
@@ -56,7 +57,11 @@ class KerasInventory:
         listed = list(self._of_layers(model) if is_layer(model) else self._of_another(model))
         left = dict(self._left(model))
         self.inventory = Inventory(
-            _set_flatten_channels(listed, model), "keras" if is_layer(model) else "tensorflow", True, left
+            _set_flatten_channels(listed, model),
+            "keras" if is_layer(model) else "tensorflow",
+            True,
+            left,
+            input_orders(model, self.paths),
         )
 
     def _of_layers(self, model: Any) -> Iterator[NativeLayer]:

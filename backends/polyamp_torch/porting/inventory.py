@@ -20,6 +20,7 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_torch.compat import WRAPPER_CLASSES, non_persistent_buffers
+from polyamp_torch.porting.input_orders import input_orders
 from polyamp_torch.porting.layers import attention, padding_rules, recurrent, stateless_layers, weight_layers
 from polyamp_torch.porting.layers.layer_record import LayerRecord, module_expression
 from polyamp_torch.porting.torch_only.numpy_conversion import storage_key, to_lazy
@@ -121,7 +122,11 @@ class _TorchWalk:
     def inventory(self) -> Inventory:
         self.visit(self.root, "")
         whole = Inventory(self.layers, "torch", True, self.left)
-        return dataclasses.replace(whole, layers=[_with_spatial_rank(layer, whole.spatial) for layer in whole.layers])
+        return dataclasses.replace(
+            whole,
+            layers=[_with_spatial_rank(layer, whole.spatial) for layer in whole.layers],
+            inputs=input_orders(self.root, self.short),
+        )
 
     def visit(self, module: nn.Module, place: str, ahead: nn.Module | None = None) -> None:
         """Visit a module and its submodules. `place` is `.`-separated; `ahead` is the preceding module in a

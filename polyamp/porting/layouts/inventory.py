@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from polyamp.porting.layouts.input_order import InputOrder
 from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.lazy_array import Array, Lazy
@@ -67,12 +68,14 @@ class Inventory:
         framework: name for messages: "torch", "keras", "flax.linen", "equinox", "a file".
         ordered: whether the order is meaningful; False if a framework sorts by name.
         left: names of arrays that are no weights and are not moved (random streams, counters) -> reason.
+        inputs: path of a layer -> the order of what it takes, where the model's graph of modules proves it.
     """
 
     layers: Sequence[NativeLayer]
     framework: str
     ordered: bool = True
     left: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    inputs: Mapping[str, InputOrder] = dataclasses.field(default_factory=dict)
 
     @property
     def channels(self) -> Literal["first", "last"] | None:

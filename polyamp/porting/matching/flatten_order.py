@@ -2,8 +2,9 @@
 
 The order depends on the framework's channel position: a flatten of (channels, height, width) and one of (height, width,
 channels) give the same numbers in two orders. Layers alone do not prove that there is a flatten, or which layout it
-flattens. So `find_flatten_orders` returns a reordering only if `rows=` gives it, and questions otherwise. A run of both
-models on a batch answers these (`polyamp.porting.flatten_trace`).
+flattens. So `find_flatten_orders` returns a reordering only if `rows=` gives it or the graphs of both models' modules
+prove it (`flatten_proof`), and questions otherwise. A run of both models on a batch answers these
+(`polyamp.porting.flatten_trace`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from polyamp.errors import PortError, did_you_mean, join_first
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.lazy_array import Array, Lazy
+from polyamp.porting.matching.flatten_proof import EVIDENCE, Transposition, find_proven_orders
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.recipe.overrides import covers
 
@@ -145,21 +147,39 @@ def find_flatten_orders(
     """
     ours, theirs = source.channels, target.channels
     walk = _Walk(_ordered_pairs(source, target, pairs))
+    proven = find_proven_orders(source, target, pairs)
     dense = [each.target.path for each in pairs if _is_dense(each)]
     given = _check_rows(rows, dense)
     first = None if ours is None or theirs is None or ours == theirs else ours == "first"
     is_known = ours is not None and theirs is not None
     is_same = ours == theirs if is_known else source.framework == target.framework  # a file of weights does not say
-    known: dict[str, ChannelOrder] = {}
+    known = _proven_reorderings(proven.rows, {path: order for (path, _), order in proven.columns.items()})
     questions: list[OrderQuestion] = []
     for candidate in walk.candidates:
         path = candidate.match.target.path
-        if path not in given:
+        is_proven = path in proven.rows if candidate.rows else (path, candidate.following) in proven.columns
+        if path not in given and not is_proven:
             questions += [] if is_same else [candidate.question(first)]
     for path, value in given.items():
+        known.pop(path, None)
         if value is not None:
             known[path] = walk.order_of(path, first)
     return FlattenOrders(known, questions, [path for path in walk.traced if path not in given])
+
+
+def _proven_reorderings(
+    rows: Mapping[str, Transposition | None], columns: Mapping[str, Transposition | None]
+) -> dict[str, ChannelOrder]:
+    found = {}
+    for path in {**rows, **columns}:
+        order = ChannelOrder(_proven_segments(rows.get(path)), _proven_segments(columns.get(path)), EVIDENCE)
+        if order.rows or order.columns:
+            found[path] = order
+    return found
+
+
+def _proven_segments(order: Transposition | None) -> tuple[Segment, ...]:
+    return () if order is None else (Segment(0, *order),)
 
 
 def question_error(questions: Sequence[OrderQuestion], why: Mapping[str, str] = {}) -> PortError:

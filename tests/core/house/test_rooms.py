@@ -45,6 +45,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     "porting/converter": ("{}Converter",),
     "porting/evaluate": ("evaluate",),
     "porting/fill": ("fill",),
+    "porting/input_orders": ("input_orders",),
     "porting/inventory": ("inventory",),
     "porting/files": ("open_file", "write_file", "write_model"),
     "porting/native_training": ("{}Training",),

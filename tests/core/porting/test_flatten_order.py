@@ -11,6 +11,7 @@ import pytest
 
 from polyamp.errors import PortError
 from polyamp.porting.flatten_trace import find_segments
+from polyamp.porting.layouts.input_order import InputOrder, InputOrderRecorder
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.flatten_order import ChannelOrder, Segment
@@ -220,3 +221,76 @@ def test_s30_parity_takes_the_likeliest_order() -> None:
     }
     assert plan.questions == ()
     assert ArrayMapping("mu", plan.pairs[0].target, plan.pairs[0].fit.target, plan.channel_orders["mu"]).order
+
+
+def proven(ours: dict[str, InputOrder], theirs: dict[str, InputOrder], text: str) -> TransferPlan:
+    first, last = first_and_last(text)
+    sides = dataclasses.replace(first, inputs=ours), dataclasses.replace(last, inputs=theirs)
+    return make_transfer_plan(*sides, None, strict=True)
+
+
+SEGMENT = Segment(0, 4, 6)
+FLAT = "conv: conv 3 4\nfc: dense 24 5"
+
+
+@pytest.mark.parametrize(
+    ("text", "layer", "ours", "theirs", "order"),
+    [
+        (FLAT, "fc", InputOrder("conv", "first"), InputOrder("conv", "last"), ((SEGMENT,), ())),
+        (FLAT, "fc", InputOrder("conv", "last"), InputOrder("conv", "last"), ((), ())),  # moved before the flatten
+        (CONV_TRANSPOSE, "up", InputOrder("project", "first"), InputOrder("project", "last"), ((), (SEGMENT,))),
+        ("a: dense 3 25\nconv: conv 3 4\nb: dense 25 2", "b", InputOrder("a"), InputOrder("a"), ((), ())),
+    ],
+)  # fmt: skip
+def test_s30_orders_that_both_graphs_prove_are_no_questions(
+    text: str, layer: str, ours: InputOrder, theirs: InputOrder, order: Any
+) -> None:
+    plan = proven({layer: ours}, {layer: theirs}, text)
+    assert plan.questions == []
+    assert [(each.rows, each.columns) for each in plan.channel_orders.values()] == ([order] if any(order) else [])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"fc": InputOrder("conv", "first")}, {}),  # the other side may do anything
+        ({"fc": InputOrder("conv", "first")}, {"fc": InputOrder("conv")}),  # flattened on one side alone
+        ({"fc": InputOrder("conv", "first")}, {"fc": InputOrder("fc", "last")}),  # of another layer
+    ],
+)
+def test_s30_what_one_graph_proves_is_no_proof(ours: dict[str, InputOrder], theirs: dict[str, InputOrder]) -> None:
+    assert [each.path for each in proven(ours, theirs, FLAT).questions] == ["fc"]
+
+
+def test_s30_rows_goes_before_a_proof() -> None:
+    first, last = first_and_last(FLAT)
+    sides = [
+        dataclasses.replace(side, inputs={"fc": InputOrder("conv", place)})
+        for side, place in ((first, "first"), (last, "last"))
+    ]
+    assert make_transfer_plan(*sides, None, strict=True, rows={"fc": None}).channel_orders == {}
+
+
+def test_s30_a_recorder_knows_values_between_modules_alone() -> None:
+    recorder = InputOrderRecorder()
+    image = recorder.convolution(None, "conv")
+    flat = recorder.flatten(recorder.norm(image, "bn"), "first")
+    hidden = recorder.dense(flat, "fc")
+    recorder.dense(recorder.norm(hidden, "ln"), "out")  # the norm's arrays have an order of their own
+    recorder.dense(recorder.global_pooling(image), "pooled")
+    recorder.dense(image, "on_width")  # torch's takes the last axis
+    recorder.dense(image, "on_channels", takes_channels=True)
+    up = recorder.reshape(hidden, "last")
+    recorder.convolution(up, "up")
+    recorder.convolution(None, "conv")
+    assert recorder.flatten(up, "last") is None  # in an order of two steps
+    assert recorder.inputs == {
+        "bn": InputOrder("conv"),
+        "fc": InputOrder("conv", "first"),
+        "pooled": InputOrder("conv"),
+        "on_channels": InputOrder("conv"),
+        "up": InputOrder("fc", "last"),
+    }
+    recorder.dense(hidden, "fc")  # called twice, with other values
+    recorder.dense(flat, "fc")
+    assert "fc" not in recorder.inputs

@@ -18,8 +18,10 @@ from flax import core, linen
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.adapters.linen import split_model
+from polyamp_jax.porting.input_orders import ChainItem, input_orders
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
+from polyamp_jax.porting.libraries.flax_chains import flax_chain_item
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
 from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 from polyamp_jax.porting.libraries.stacked_layers import unstack_arrays
@@ -47,7 +49,7 @@ def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     if found.order:
         order = {path[1:]: number for number, path in reversed(list(enumerate(found.order)))}
         layers.sort(key=lambda layer: tree.place(layer, order, calls))
-    return Inventory(layers, "flax.linen", bool(found.order), left)
+    return Inventory(layers, "flax.linen", bool(found.order), left, input_orders(_sequential_chains(found), "last"))
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
@@ -126,6 +128,27 @@ def _inspect_modules(module: Any, variables: Any, batch: CallInputs | None) -> L
         _inspect_calls(module, batch, structure)
     jax.eval_shape(lambda given: module.apply(given, method=lambda root: _walk_attributes(root, structure)), variables)
     return structure
+
+
+def _sequential_chains(structure: LinenStructure) -> Iterator[list[ChainItem]]:
+    """Yield the items of every visible `linen.Sequential`."""
+    inside: set[tuple[str, ...]] = set()
+
+    def items(chain: Any) -> Iterator[ChainItem]:
+        inside.add(tuple(chain.path))
+        for part in chain.layers:
+            if not isinstance(part, linen.Module):
+                yield flax_chain_item(part, "")
+            elif type(part) is linen.Sequential and part.scope is not None:
+                yield from items(part)
+            elif part.scope is None or tuple(part.path[:-1]) != tuple(chain.path):  # a module of another place
+                yield ChainItem("unknown")
+            else:
+                yield flax_chain_item(part, "/".join(part.path))
+
+    for path, module in structure.modules.items():
+        if type(module) is linen.Sequential and path not in inside:
+            yield list(items(module))
 
 
 def _note_module(structure: LinenStructure, module: Any) -> None:

@@ -21,9 +21,11 @@ from polyamp_jax.arrays import join_path, named_leaves, path_name
 from polyamp_jax.models.adapters.nnx import split_model, walk_modules
 from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.models.running_state import RunningState
+from polyamp_jax.porting.input_orders import ChainItem, input_orders
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
+from polyamp_jax.porting.libraries.flax_chains import flax_chain_item
 from polyamp_jax.porting.libraries.flax_layer_table import (
     ARRAY_NAMES,
     CELL_KINDS,
@@ -121,7 +123,8 @@ class _NnxWalk:
         for path, variable in _variable_paths(self._model, "", ()):
             self._paths.setdefault(id(variable), []).append(path)
         layers = list(self._under("", self._model))
-        return Inventory(layers, "flax.nnx", self._has_order, self._other_arrays)
+        orders = input_orders(_sequential_chains(self._model, self._paths), "last")
+        return Inventory(layers, "flax.nnx", self._has_order, self._other_arrays, orders)
 
     def _under(self, path: str, node: Any) -> Iterator[NativeLayer]:
         if isinstance(node, nnx.Variable) or (is_movable(node) and path in self._arrays):
@@ -196,6 +199,26 @@ class _NnxWalk:
             for rnn, reverse in ((node.forward_rnn, False), (node.backward_rnn, True)):
                 if isinstance(rnn, nnx.RNN):
                     self._reverse[id(rnn.cell)] = reverse
+
+
+def _sequential_chains(model: Any, paths: Mapping[int, list[str]]) -> Iterator[list[ChainItem]]:
+    """Yield the items of every `nnx.Sequential`. A layer whose arrays have several places may be called elsewhere, so
+    nothing is known of it."""
+    inside: set[int] = set()
+
+    def items(path: str, chain: Any) -> Iterator[ChainItem]:
+        inside.add(id(chain))
+        for number, part in enumerate(chain.layers):
+            own = f"{path}/layers/{number}".lstrip("/")
+            shared = any(len(paths[id(each)]) > 1 for _, each in _variable_paths(part, "", ()))
+            if type(part) is nnx.Sequential and not shared:
+                yield from items(own, part)
+            else:
+                yield ChainItem("unknown") if shared else flax_chain_item(part, own)
+
+    for path, module in walk_modules(model):
+        if type(module) is nnx.Sequential and id(module) not in inside:
+            yield list(items(path, module))
 
 
 def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
