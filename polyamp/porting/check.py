@@ -11,6 +11,7 @@ import numpy as np
 from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.layouts.input_order import ChannelPosition
 from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.lazy_array import Array
@@ -20,7 +21,7 @@ from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port_report import CheckResult
 from polyamp.porting.transfer_plan import TransferPlan
-from polyamp.trees import map_tree
+from polyamp.trees import leaves, map_tree
 
 OUTPUT_TOLERANCE: Final = 1e-5
 """Largest accepted relative error of outputs."""
@@ -86,7 +87,8 @@ def compare_evaluations(
     where = _locate_divergence(modules, batch.outputs, lines, {each.target for each in differences})
     said = "".join(f"\n  {each}" for each in format_differences(differences))
     why = f"\nThe weights do not carry these, and they differ:{said}" if said else ""
-    expected = [adapter.array(output) for output in one.outputs]
+    expected = [adapter.like(*both) for both in zip(one.outputs, two.outputs, strict=False)]
+    expected += one.outputs[len(expected) :]
     shapes = [[list(each.shape) for each in group] for group in (expected, two.outputs)]
     if shapes[0] != shapes[1]:
         raise PortError(
@@ -115,11 +117,12 @@ class ChannelOrderAdapter:
     Args:
         source: the source's layers.
         target: the target's.
+        position: the target's channel position, if its layers do not show it.
     """
 
-    def __init__(self, source: Inventory, target: Inventory) -> None:
+    def __init__(self, source: Inventory, target: Inventory, position: ChannelPosition | None = None) -> None:
         self._rank = source.spatial + 2 if source.spatial else 0
-        self._from, self._to = source.channels, target.channels
+        self._from, self._to = source.channels, target.channels or position
 
     def array(self, array: Array) -> Array:
         """Return the array with channels at the target's position, if it has the rank of an image."""
@@ -127,8 +130,16 @@ class ChannelOrderAdapter:
             return array
         return np.moveaxis(array, 1, -1) if self._from == "first" else np.moveaxis(array, -1, 1)
 
+    def like(self, array: Array, other: Array) -> Array:
+        """Return the array with channels at the target's position, or as it is if it then has the target's shape: a
+        target may turn its images itself."""
+        turned = self.array(array)
+        return array if turned.shape != other.shape and array.shape == other.shape else turned
+
     def tree(self, batch: Any) -> Any:
-        """Return a batch with every image converted."""
+        """Return a batch with every image converted; the batch itself if that changes nothing."""
+        if not any(isinstance(leaf, np.ndarray) and self.array(leaf) is not leaf for _, leaf in leaves(batch)):
+            return batch
         return map_tree(lambda leaf: self.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 

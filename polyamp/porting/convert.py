@@ -15,7 +15,7 @@ from typing import Any
 
 from polyamp.contract import registry
 from polyamp.errors import ArgumentError, PortError, did_you_mean
-from polyamp.files import as_path
+from polyamp.files import as_path, missing_file_error
 from polyamp.porting.files import canonical_file, file_formats
 from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp.porting.matching.flatten_order import Rows
@@ -91,6 +91,8 @@ def convert(
         OSError: the target cannot be written; an older file is unchanged.
     """
     goal = Path(target)
+    if not as_path(source).exists():  # before anything is said about the target
+        raise missing_file_error(as_path(source))
     if like is not None and into is not None:
         raise ArgumentError("--like and --into both say what the target is. Give one of them.")
     chosen = target_format or (file_formats.framework_from_suffix(goal) if like is None else file_formats.CANONICAL)

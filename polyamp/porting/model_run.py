@@ -22,6 +22,7 @@ from polyamp.porting.check import (
 )
 from polyamp.porting.flatten_trace import FlattenTrace
 from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.layouts.input_order import ChannelPosition
 from polyamp.porting.layouts.inventory import canonical_gradients
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.matching.flatten_order import ChannelOrder, OrderQuestion, question_error
@@ -34,23 +35,80 @@ Cotangents = Callable[[Sequence[Array]], Sequence[Array]]
 _SEED: Final = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class DerivedBatch(Batch):
+    """Batch whose inputs of the target were made from the source's.
+
+    Args:
+        position: position of the channels of the target's images; None if it has the source's inputs as they are,
+            without another choice.
+    """
+
+    position: ChannelPosition | None = None
+
+    @property
+    def as_it_is(self) -> DerivedBatch:
+        """The batch with the source's inputs for the target too."""
+        return dataclasses.replace(self, target=self.source)
+
+    @property
+    def note(self) -> str:
+        """Remark for the report; "" if there was no choice."""
+        if self.position is None:
+            return ""
+        if self.target is self.source:
+            return "the target took the batch's images as they are, and moves their channels itself"
+        return f"the target took the batch's images with their channels {self.position}"
+
+
 def make_model_sides(source: Any, target: Any, inputs: Any) -> tuple[ModelSide, ModelSide, Batch | None]:
     """Return both sides of a port, and each side's inputs, if there are any."""
     given = None if inputs is None else Batch.of(inputs)
-    ours = make_model_side(source, None if given is None else given.source, "port(source, target)", files=True)
-    theirs = make_model_side(target, None if given is None else given.target, "port(source, target)")
-    if given is not None and given.target is None:  # the target's channel position is known now
-        given = dataclasses.replace(
-            given, target=ChannelOrderAdapter(ours.inventory, theirs.inventory).tree(given.source)
-        )
-        theirs = make_model_side(target, given.target, "port(source, target)")
-    return ours, theirs, given
+    call = "port(source, target)"
+    ours = make_model_side(source, None if given is None else given.source, call, files=True)
+    theirs = make_model_side(target, None if given is None else given.target, call)
+    if given is None or given.target is not None:
+        return ours, theirs, given
+    position = theirs.inventory.channels
+    if position is None and ours.inventory.channels is not None:  # its layers show it in a call alone
+        position = "last" if ours.inventory.channels == "first" else "first"
+    images = ChannelOrderAdapter(ours.inventory, theirs.inventory, position).tree(given.source)
+    alike = DerivedBatch(given.source, given.source, given.outputs, given.gradients)
+    if images is given.source:
+        return ours, make_model_side(target, given.source, call), alike
+    derived = dataclasses.replace(alike, target=images, position=position)
+    try:
+        theirs = make_model_side(target, images, call)
+    except Exception as error:  # noqa: BLE001  # a user's model may raise anything for the other layout
+        try:
+            theirs, derived = make_model_side(target, given.source, call), derived.as_it_is
+        except Exception:  # noqa: BLE001  # it takes neither; users expect the error for turned images
+            raise error from None
+    if theirs.inventory.channels == ours.inventory.channels:
+        return ours, make_model_side(target, given.source, call), alike
+    return ours, theirs, derived
+
+
+class CheckedModel(NamedTuple):
+    """Result of `fill_and_check`.
+
+    Attributes:
+        model: the filled target.
+        plan: the final plan.
+        result: the errors of outputs and gradients.
+        notes: remarks for the report.
+    """
+
+    model: Any
+    plan: TransferPlan
+    result: CheckResult
+    notes: list[str]
 
 
 def fill_and_check(
     source: ModelSide, target: ModelSide, plan: TransferPlan, batch: Batch, *, strict: bool
-) -> tuple[Any, TransferPlan, CheckResult]:
-    """Fill the target, verify that it computes what the source computes, and return it with the final plan.
+) -> CheckedModel:
+    """Fill the target, and verify that it computes what the source computes.
 
     An error message also lists attributes that differ, because they are its likely cause.
 
@@ -65,22 +123,25 @@ def fill_and_check(
     with _TracedRun(source, target, plan, batch, strict=strict, casts=not strict) as run:
         run.trace()
         found, result = run.check()
-        return run.filled, found, result
+        return CheckedModel(run.filled, found, result, run.notes)
 
 
-def trace_plan(source: ModelSide, target: ModelSide, plan: TransferPlan, batch: Batch, *, strict: bool) -> TransferPlan:
-    """Return the plan with the orders of rows that a run of both models shows. The target keeps its old values.
+def trace_plan(
+    source: ModelSide, target: ModelSide, plan: TransferPlan, batch: Batch, *, strict: bool
+) -> tuple[TransferPlan, list[str]]:
+    """Return the plan with the orders of rows that a run of both models shows, and remarks for the report. The target
+    keeps its old values.
 
     Raises:
         PortError: with `strict`, the batch does not show an order.
     """
     if not plan.questions and not plan.traced:
-        return plan
+        return plan, []
     with _TracedRun(source, target, plan, batch, strict=strict, casts=True) as run:
         run.trace()
         left = run.open_plan()
         run.restore()
-    return left
+    return left, run.notes
 
 
 class TrialRun(NamedTuple):
@@ -163,6 +224,12 @@ class _TracedRun:
         self._given: list[Array] = []
         self._kept: dict[str, Lazy] = {}
         self.filled: Any = None
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the report."""
+        note = self._batch.note if isinstance(self._batch, DerivedBatch) else ""
+        return [note] if note else []
 
     def __enter__(self) -> _TracedRun:
         return self
@@ -250,7 +317,17 @@ class _TracedRun:
         self._fill_plan(self._plan._replace(channel_orders=dict(orders), questions=()))
         _, theirs = self._observed
         target = self._target._replace(model=self.filled)
-        self._two = self._evaluate(target, self.filled, self._batch.target, self._their_cotangents, theirs)
+        try:
+            self._two = self._evaluate(target, self.filled, self._batch.target, self._their_cotangents, theirs)
+        except Exception as error:
+            batch = self._batch
+            if not isinstance(batch, DerivedBatch) or batch.position is None or batch.target is batch.source:
+                raise
+            try:
+                self._two = self._evaluate(target, self.filled, batch.source, self._their_cotangents, theirs)
+            except Exception:  # noqa: BLE001  # it takes neither; users expect the error for turned images
+                raise error from None
+            self._batch = batch.as_it_is
 
     def _fill_plan(self, plan: TransferPlan) -> None:
         assert self._target.converter is not None
@@ -277,7 +354,7 @@ class _TracedRun:
         return self._given
 
     def _their_cotangents(self, outputs: Sequence[Array]) -> list[Array]:
-        adapted = [self._adapter.array(each) for each in self._given]
+        adapted = [self._adapter.like(*both) for both in zip(self._given, outputs, strict=False)]
         if [each.shape for each in adapted] == [each.shape for each in outputs]:
             return adapted
         return [np.zeros(output.shape, np.float32) for output in outputs]

@@ -16,7 +16,7 @@ from polyamp.porting.matching.flatten_order import ChannelOrder, Rows
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.model_run import fill_and_check, make_model_sides, trace_plan
 from polyamp.porting.model_side import ModelSide, make_model_side
-from polyamp.porting.port_report import PortReport
+from polyamp.porting.port_report import PortReport, warn_of_differences
 from polyamp.porting.progress import track_reads
 from polyamp.porting.states.port_state import port_state
 from polyamp.porting.states.training_side import is_training_side
@@ -53,9 +53,11 @@ def load(
             f"{describe_value(canonical)}. polyamp.port(source, target) takes models."
         )
     ours = ModelSide(canonical.inventory(), None, canonical)
-    return transfer_model(
+    filled, report = transfer_model(
         ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None, rows=rows
     )
+    warn_of_differences(report, 2)
+    return filled, report
 
 
 def port(
@@ -96,7 +98,8 @@ def port(
             `porting.Batch`. Not for training states.
 
     Returns:
-        The target with the values, and a report: `print(report)`.
+        The target with the values, and a report: `print(report)`. A warning names settings that differ (an epsilon, a
+        momentum, an activation), for a caller who does not print it.
 
     Raises:
         PortError: a layer has no partner, layers cannot be distinguished, the order of a layer's rows is not known,
@@ -121,11 +124,15 @@ def port(
                 "check= compares models, before or after the training states move: polyamp.port(source.model, a_model, "
                 "check=batch). Received: check= with a training state. batch= shows the order of rows alone."
             )
-        return port_state(source, target, names=names, strict=strict, rows=rows, batch=batch)
+        state, state_report = port_state(source, target, names=names, strict=strict, rows=rows, batch=batch)
+        warn_of_differences(state_report, 2)
+        return state, state_report
     if check is not None and batch is not None:
         raise PortError("check= runs both models, as batch= does, and compares them. Give one of them. Received: both.")
     ours, theirs, given = make_model_sides(source, target, batch if check is None else check)
-    return transfer_model(ours, theirs, names, strict, given, rows=rows, check=check is not None)
+    filled, report = transfer_model(ours, theirs, names, strict, given, rows=rows, check=check is not None)
+    warn_of_differences(report, 2)
+    return filled, report
 
 
 def transfer_model(
@@ -155,13 +162,15 @@ def transfer_model(
     )
     assert target.converter is not None
     if batch is not None and check:
-        filled, plan, measured = fill_and_check(source, target, plan, batch, strict=strict)
+        filled, plan, measured, said = fill_and_check(source, target, plan, batch, strict=strict)
         _, report = _leaves_and_report(plan, source.inventory, target.inventory, strict=strict)
-        return filled, dataclasses.replace(report, checked=measured)
+        return filled, dataclasses.replace(report, checked=measured, notes=[*report.notes, *said])
+    said = []
     if batch is not None and source.converter is not None:
-        plan = trace_plan(source, target, plan, batch, strict=strict)
+        plan, said = trace_plan(source, target, plan, batch, strict=strict)
     plan = plan.without_questions(strict=strict)
     leaves, report = _leaves_and_report(plan, source.inventory, target.inventory, strict=strict)
+    report = dataclasses.replace(report, notes=[*report.notes, *said])
     with track_reads("filling the target", leaves) as shown:
         return target.converter.fill(target.model, shown), report
 

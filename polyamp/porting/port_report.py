@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.matching.attribute_differences import Difference, format_differences
+
+_MAX_WARNED: Final = 3
+"""Largest number of differences in the warning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,20 @@ class PortReport:
         if self.checked is not None:
             lines.append(str(self.checked))
         return "\n".join(lines)
+
+
+def warn_of_differences(report: PortReport, stacklevel: int) -> None:
+    """Warn of settings that differ, because a caller who does not print the report would not notice.
+
+    Args:
+        report: the report.
+        stacklevel: level of the user's call, as in `warnings.warn`.
+    """
+    lines = format_differences(report.differences)
+    if lines:
+        more = f"; and {len(lines) - _MAX_WARNED} more, print(report) shows them" if len(lines) > _MAX_WARNED else ""
+        said = "; ".join(lines[:_MAX_WARNED])
+        warnings.warn(f"what the weights do not carry differs: {said}{more}", UserWarning, stacklevel=stacklevel + 1)
 
 
 def format_sides(

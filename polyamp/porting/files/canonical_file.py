@@ -24,6 +24,8 @@ from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 FORMAT: Final = "polyamp-canonical-1"
 _CHECKPOINT: Final = "polyamp-checkpoint-1"
+_MAX_DEPTH: Final = 32
+"""Levels of lists and objects in an attribute."""
 _FIELDS: Final = {
     "path": str,
     "kind": str,
@@ -112,15 +114,27 @@ def open(path: str | os.PathLike[str]) -> Canonical:  # noqa: A001  # public nam
 def _attributes(path: str, layer: Layer) -> dict[str, Any]:
     found = {}
     for name, value in layer.attributes.items():
-        found[name] = to_json_value(value)
         try:
+            found[name] = to_json_value(value)
             json.dumps(found[name], allow_nan=False)
+            _check_depth(name, found[name])
         except (TypeError, ValueError, RecursionError) as error:
             raise PortError(
                 f"the attribute {name!r} of {path!r} ({layer.kind}) is no JSON data: {error}. Attributes are numbers, "
                 f"texts, true, false, null, lists and objects of them. Received: {describe_value(value)}."
             ) from error
     return found
+
+
+def _check_depth(name: str, value: Any) -> None:
+    """Raise ValueError if lists and objects are nested deeper than attributes are, and than they can be compared."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [list(each.values()) if isinstance(each, Mapping) else each for each in level]
+        level = [item for each in inner if isinstance(each, list) for item in each]
+        if not level:
+            return
+    raise ValueError(f"{name!r} is nested deeper than {_MAX_DEPTH} levels")
 
 
 def tie_axes(name: str, array: Lazy, to: str, stored: Mapping[str, Lazy]) -> list[int] | None:
@@ -171,6 +185,8 @@ def _read_layers(described_layers: Any, arrays: Mapping[str, Lazy]) -> Iterator[
                     raise ValueError(f"the array {needed!r} is missing")
             left.discard(f"{path}/{name}")
             held[name] = arrays[stored] if axes is None else lazy_transpose(arrays[stored], axes)
+        for name, value in said["attributes"].items():
+            _check_depth(name, value)
         ties = {name: to for name, (to, _) in tied.items()}
         yield path, Layer(said["kind"], held, said["attributes"], ties, frozenset(said["fixed"]), said["module"])
     if left:

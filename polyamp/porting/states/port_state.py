@@ -117,8 +117,9 @@ def port_state(
     ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
     _check_same_slots(ours, theirs)
     plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict, rows=rows)
+    traced: list[str] = []
     if batch is not None:
-        plan = _trace_models(source, target, plan, batch, strict=strict)
+        plan, traced = _trace_models(source, target, plan, batch, strict=strict)
     plan = plan.without_questions(strict=strict)
     mappings = [
         (
@@ -152,6 +153,7 @@ def port_state(
         [
             *said,
             *(f"{path}: {order.describe()}" for path, order in plan.channel_orders.items()),
+            *traced,
             *ours.optimizer.notes,
             *theirs.optimizer.notes,
             *plan.comparison.conventions,
@@ -166,8 +168,10 @@ def port_state(
     return theirs.replace_arrays({name: np.ascontiguousarray(a) if a.ndim else a for name, a in arrays.items()}), report
 
 
-def _trace_models(source: Any, target: Any, plan: TransferPlan, batch: Any, *, strict: bool) -> TransferPlan:
-    """Return the plan with the orders of rows that a run of both states' models shows."""
+def _trace_models(
+    source: Any, target: Any, plan: TransferPlan, batch: Any, *, strict: bool
+) -> tuple[TransferPlan, list[str]]:
+    """Return the plan with the orders of rows that a run of both states' models shows, and remarks for the report."""
     if isinstance(source, str | os.PathLike):
         raise PortError(
             "batch= runs both models, and the source is a checkpoint's path. Give the restored state, or rows= instead."

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from polyamp import porting
 from polyamp.errors import ArgumentError, PortError
 from polyamp.porting import progress as progress_module
+from polyamp.porting.files import canonical_file
 from polyamp.porting.progress import progress_bar, track_reads
 from polyamp.train.checkpoint_tensors import content_digest
 
@@ -284,6 +285,22 @@ def test_other_files_are_named(tmp_path: Path, saved: Path) -> None:
         porting.open(3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="path must be a file's path"):
         porting.save(example(), None)  # type: ignore[arg-type]
+
+
+def test_an_attribute_that_is_nested_too_deeply_is_an_error_with_its_name(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nested: list[Any] = []
+    for _ in range(100):
+        nested = [nested]
+    model = porting.Canonical({"a": porting.Layer("parameter", {"value": lazy(2)}, {"limits": nested})}, "torch")
+    with pytest.raises(PortError, match=r"the attribute 'limits' of 'a' .* is nested deeper than 32 levels"):
+        porting.save(model, saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(canonical_file, "_MAX_DEPTH", 1000)
+        porting.save(model, saved)
+    with pytest.raises(PortError, match=r"is damaged: .*'limits' is nested deeper than 32 levels"):
+        porting.open(saved)
 
 
 def test_what_no_file_can_hold_is_refused_before_anything_is_written(saved: Path) -> None:

@@ -43,7 +43,7 @@ def checked(one: Scripted, two: Scripted) -> CheckResult:
     source, target = sketch(MODEL), sketch(MODEL)
     sides: Any = [ModelSide(source, one, "source"), ModelSide(target, two, "target")]  # type: ignore[arg-type]  # they evaluate
     plan = make_transfer_plan(source, target, None, strict=True)
-    return fill_and_check(*sides, plan, Batch(ROW), strict=True)[2]
+    return fill_and_check(*sides, plan, Batch(ROW), strict=True).result
 
 
 def shown(**modules: Array) -> Scripted:

@@ -115,6 +115,7 @@ def test_names_and_strictness_reach_the_port(folder: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["source.safetensor", "new.safetensors"], 2, "error: source.safetensor: there is no such file in"),
+        (["source.safetensor", "new.pt"], 2, "error: source.safetensor: there is no such file in"),  # A before B
         (["builder.py", "new.safetensors"], 1, "whose file builder.py is cannot be told"),
         (["source.safetensors", "new.pt"], 2, "Give --like FILE, an existing file of the target model, or --into"),
         (["source.safetensors", "new.tar"], 1, "cannot be told from its suffix '.tar'"),

@@ -15,8 +15,10 @@ import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.matching.attribute_differences import Difference
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port import transfer_model
+from polyamp.porting.port_report import PortReport, warn_of_differences
 from polyamp.reference import MLP
 from tests.core.porting.sketch import sketch
 
@@ -245,6 +247,17 @@ def test_an_epsilon_is_compared_and_the_line_is_given() -> None:
     _, report = carried(one, sketch("n: layer_norm 4"))
     assert report.unseen == {"epsilon": 1}
     assert "not compared, for only one side shows it: epsilon of 1" in str(report)
+
+
+def test_a_warning_names_what_differs_for_who_does_not_print_the_report() -> None:
+    some = [Difference(f"n{n}", f"m{n}", name, 1e-5, 1e-3, "") for n, name in enumerate(["epsilon", "momentum"] * 2)]
+    with pytest.warns(UserWarning, match="what the weights") as caught:
+        warn_of_differences(PortReport([], some), 1)
+    assert [str(each.message) for each in caught] == [
+        "what the weights do not carry differs: m0: epsilon is 0.001, in the source (n0) 1e-05; m2: epsilon is 0.001, "
+        "in the source (n2) 1e-05; m1: momentum is 0.001, in the source (n1) 1e-05; and 1 more, print(report) shows them"
+    ]
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(

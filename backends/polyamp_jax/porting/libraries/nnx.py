@@ -122,6 +122,8 @@ class _NnxWalk:
         """Return all layers."""
         for path, variable in _variable_paths(self._model, "", ()):
             self._paths.setdefault(id(variable), []).append(path)
+        for _, module in walk_modules(self._model):  # before the layers: a Bidirectional may come after its halves
+            self._note_directions(module)
         layers = list(self._under("", self._model))
         orders = input_orders(_sequential_chains(self._model, self._paths), "last")
         return Inventory(layers, "flax.nnx", self._has_order, self._other_arrays, orders)
@@ -139,7 +141,6 @@ class _NnxWalk:
         self._modules.add(id(node))
         children = dict(_named_children(node))
         self._has_order |= list(children) != sorted(children)
-        self._note_directions(node)
         spec = find_layer_spec(node)
         if (form := registered_form(node)) is not None:
             yield self._layer(path, node, _nested_variables(node, frozenset()), form, qualified_name(type(node)))

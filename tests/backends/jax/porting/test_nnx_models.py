@@ -181,3 +181,16 @@ RNGS = nnx.Rngs(0)
 def test_what_has_no_canonical_layout_is_refused_by_name(make: Any, said: str) -> None:
     with pytest.raises(PortError, match=f"'the model' cannot be moved: flax.nnx.{said}|cannot be moved: .*{said}"):
         CONVERTER.inventory(make())
+
+
+def test_a_bidirectional_layer_defined_after_its_halves_is_no_difference() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.first, self.second = (nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(number))) for number in range(2))
+            self.both = nnx.Bidirectional(self.first, self.second)
+
+        def __call__(self, x: Any) -> Any:
+            return self.both(x)
+
+    reverse = {layer.path: layer.forms[0].attributes.get("reverse") for layer in CONVERTER.inventory(Net()).layers}
+    assert reverse == {"first/cell": False, "second/cell": True}
