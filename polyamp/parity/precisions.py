@@ -117,6 +117,11 @@ def _policy_name(policy: Policy) -> str:
     return str(policy)
 
 
+def trains(recipe: Recipe) -> bool:
+    """Return whether a recipe is the user's, and not the one with which a loop's passes are recorded."""
+    return getattr(recipe.optimizer, "learning_rate", None) != 0.0
+
+
 def phase_dtypes(recipe: Recipe | None, phase: Phase) -> set[str]:
     """Return the floating dtypes in which a phase computes."""
     if phase.name == POLICY and recipe is not None:

@@ -118,12 +118,13 @@ def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
 
 def _add_slot(slot: str, tree: Any, prefix: str, parameters: Sequence[str], entries: OptaxEntries, count: str) -> None:
     own = entries.slots.setdefault(slot, {})
-    for name in _leaf_names(tree):
+    for path in _leaf_names(tree):
+        name = path if path in parameters else path.removesuffix("/value")  # an nnx.State holds variables
         if name not in parameters:
             continue
         if name in own:
             entries.refused.append(f"two arrays for the {slot} of {name!r}")
-        own[name] = f"{prefix}/{name}" if name else prefix
+        own[name] = f"{prefix}/{path}" if path else prefix
         if count:
             entries.counts[name] = UpdateCount(count)
 

@@ -11,10 +11,21 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from polyamp.errors import join_first
 from polyamp.parity.precisions import FLOAT32, Phase
-from polyamp.parity.report_data import Divergence, DivergenceKind, SideValues
+from polyamp.parity.report_data import Divergence, SideValues
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.causes.cause import Cause
+from polyamp.parity.verdict.causes.formula_causes import explain_formula
+from polyamp.parity.verdict.causes.known_values import known_arrays
+from polyamp.parity.verdict.causes.operation_causes import (
+    narrow_operations,
+    near_operations,
+    operation_differences,
+)
+from polyamp.parity.verdict.causes.step_causes import explain_step
+from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.parity.verdict.hidden_modules import is_absent
+from polyamp.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from polyamp.parity.trace.sketch import Sketch
@@ -24,47 +35,53 @@ _FACTOR_TOLERANCE: Final = 1e-4
 """Largest relative distance of two factors that count as equal."""
 _PERMUTATION_MIN_DISTANCE: Final = 1e-2
 """Relative distance above which a permutation of the values is considered."""
+_NOT_FROM_UPDATES: Final = ("statistic", "scale", "finite", "applied")
+"""What a step reports or updates that no gradient and no optimizer makes."""
 _EPSILON_ATTRIBUTES: Final = ("epsilon", "eps")
 _MAX_OPERATIONS: Final = 6
 """Largest number of operations that are listed of a module."""
 
 
-class Diagnosis(NamedTuple):
-    """Likely cause of a difference, a sentence about it, and the evidence."""
+class Circumstances(NamedTuple):
+    """What is known around a difference.
 
-    kind: DivergenceKind
-    sentence: str
-    evidence: list[str]
+    Attributes:
+        labels: of both sides.
+        phase: the phase.
+        alignment: alignment of the sides.
+        traces: of both sides.
+        recipes: of both sides; None of a side that has none, or that a loop of the user's trains.
+        history: the entries of this step and of the one before.
+        after: path of the last module that agrees; "" if there is none.
+    """
+
+    labels: tuple[str, str]
+    phase: Phase
+    alignment: Alignment
+    traces: tuple[Trace, Trace]
+    recipes: tuple[Recipe | None, Recipe | None]
+    history: StepHistory
+    after: str = ""
 
 
 def build_divergence(
-    comparison: EntryComparison,
-    phase: Phase,
-    labels: tuple[str, str],
-    alignment: Alignment,
-    traces: tuple[Trace, Trace],
-    after: str,
-    between: Sequence[str] = (),
-    operations: str | None = None,
+    comparison: EntryComparison, known: Circumstances, between: Sequence[str] = (), operations: str | None = None
 ) -> Divergence:
     """Return the divergence at an entry, with its diagnosis.
 
     Args:
         comparison: comparison of the entry at which the sides diverge.
-        phase: the phase.
-        labels: of both sides.
-        alignment: alignment of the sides.
-        traces: of both sides.
-        after: path of the last module that agrees.
-        between: layers that run between that module and the entry, and have no compared output.
+        known: what is known around it.
+        between: layers that run between the last module that agrees and the entry, and have no compared output.
         operations: those that ran in other dtypes there, as text.
     """
+    labels, phase = known.labels, known.phase
     one, two = comparison.one, comparison.two
-    diagnosis = diagnose(comparison, labels, alignment, phase, after)
+    cause = diagnose(comparison, known)
     if operations:
-        diagnosis = diagnosis._replace(evidence=[f"{operations}.", *diagnosis.evidence])
+        cause = cause._replace(evidence=[f"{operations}.", *cause.evidence])
     if between:
-        diagnosis = diagnosis._replace(evidence=[_hidden_layers_evidence(one.module, between), *diagnosis.evidence])
+        cause = cause._replace(evidence=[_hidden_layers_evidence(one.module, between), *cause.evidence])
     scale = comparison.scale or 1.0
     module = one.module.partition("#")[0]
     return Divergence(
@@ -76,29 +93,31 @@ def build_divergence(
         name=one.name,
         sides={
             label: _side_values(entry, trace, module)
-            for label, entry, trace in zip(labels, (one, two), traces, strict=True)
+            for label, entry, trace in zip(labels, (one, two), known.traces, strict=True)
         },
         distance=comparison.distance / scale if math.isfinite(comparison.distance) else None,
         allowed=comparison.allowed / scale,
         own={label: None if own is None else own / scale for label, own in zip(labels, comparison.own, strict=True)},
-        kind=diagnosis.kind,
-        sentence=diagnosis.sentence,
-        evidence=diagnosis.evidence,
-        after=after,
+        kind=cause.kind,
+        sentence=cause.sentence,
+        evidence=cause.evidence,
+        after=known.after,
     )
 
 
-def diagnose(
-    comparison: EntryComparison, labels: tuple[str, str], alignment: Alignment, phase: Phase, after: str
-) -> Diagnosis:
+def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     """Return the likely cause of a difference."""
+    labels, alignment, phase, after = known.labels, known.alignment, known.phase, known.after
+    step_cause = _diagnose_step(comparison, known)
+    if step_cause is not None:
+        return step_cause
     a, b = comparison.one.sketch, comparison.two.sketch
     where = _location_text(comparison.one, after)
     if a is None or b is None:
         return _diagnose_number(comparison, labels)
     if a.nonfinite != b.nonfinite:
         counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
-        return Diagnosis("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
+        return Cause("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
     size = comparison.scale or 1.0
     if comparison.kind == "randomness":
         own = [
@@ -106,21 +125,19 @@ def diagnose(
             for label, each in zip(labels, comparison.own, strict=True)
             if each is not None
         ]
-        return Diagnosis(
-            "randomness", f"One side does not repeat itself {where}: something random runs in the model.", own
-        )
+        return Cause("randomness", f"One side does not repeat itself {where}: something random runs in the model.", own)
     if comparison.kind == "operations":
         path = repr(comparison.one.module) if comparison.one.module else "the model"
-        return Diagnosis("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
+        return Cause("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
     if comparison.kind == "dtype":
-        return Diagnosis(
+        return Cause(
             "dtype",
             f"{labels[0]} gives {a.dtype} and {labels[1]} {b.dtype} {where}.",
             [_width_text(labels, a, b)],
         )
     if comparison.kind == "missing":
         without, other = labels if is_absent(comparison.one) else labels[::-1]
-        return Diagnosis(
+        return Cause(
             "missing",
             f"Of {comparison.one.name!r} of {comparison.one.module!r} the loss of {without} does not know; that of "
             f"{other} does.",
@@ -132,63 +149,97 @@ def diagnose(
         alignment.differing_attributes.get(comparison.one.module.partition("#")[0], []) if is_own_setting else []
     )
     if any(kind in _EPSILON_ATTRIBUTES for kind in attributes):
-        return Diagnosis("epsilon", f"Another epsilon {where}.", differences)
+        return Cause("epsilon", f"Another epsilon {where}.", differences)
     if comparison.one.step == 0:
         return _diagnose_initial_weight(comparison, labels)
     if comparison.one.what == "parameter":
         return _diagnose_parameter(comparison, labels)
     if differences and comparison.one.what == "statistic":
-        return Diagnosis("formula", f"Other settings {where}.", differences)
+        return Cause("formula", f"Other settings {where}.", differences)
+    operations: list[str] = []
+    if comparison.one.stage == "forward":
+        near = [near_operations(trace, alignment, _near_modules(comparison.one)) for trace in known.traces]
+        narrow = narrow_operations(labels, near, where) if phase.name == FLOAT32 else None
+        if narrow is not None:
+            return narrow
+        operations = operation_differences(labels, known.traces, near)
+        formula = _diagnose_formula(comparison, known, where)
+        if formula is not None:
+            return formula._replace(evidence=[*formula.evidence, *operations, *differences])
     factor = _common_factor(a, b)
     if factor is not None:
-        return Diagnosis(
+        return Cause(
             "factor",
             f"Every value of {labels[1]} is {factor:.6g} times that of {labels[0]} {where}.",
-            [f"The ratio is the same in all {a.samples().size} elements that were looked at."],
+            [f"The ratio is the same in all {a.samples().size} elements that were looked at.", *operations],
         )
     if comparison.distance > _PERMUTATION_MIN_DISTANCE * size and _is_permutation(a, b):
-        return Diagnosis(
+        return Cause(
             "layout",
             f"The same numbers in another order {where}.",
             [f"Mean {a.mean:.6g}, root mean square {a.rms:.6g} and largest {a.largest:.6g} are alike on both sides."],
         )
     if differences:
-        return Diagnosis("formula", f"Other settings {where}.", differences)
+        return Cause("formula", f"Other settings {where}.", [*differences, *operations])
     if a.zeros != b.zeros and _has_common_factor_where_nonzero(a, b):
-        return Diagnosis(
+        return Cause(
             "randomness",
             f"Other elements are 0 {where}, and the rest agrees up to a factor: a dropout.",
             [f"{a.zeros} of {a.size} are 0 in {labels[0]}, {b.zeros} in {labels[1]}."],
         )
     if a.width != b.width and "float32" in (a.width, b.width):
-        return Diagnosis("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
+        return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
     if phase.name != FLOAT32:
-        return Diagnosis(
-            "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}."]
-        )
+        return Cause("dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}."])
     small = comparison.distance < 1e-2 * comparison.scale
-    return Diagnosis(
+    return Cause(
         "formula",
         f"Another formula {where}{': a small one, such as an approximation or an epsilon' if small else ''}.",
-        [f"In float32, where rounding explains little: {text}."],
+        [*operations, f"In float32, where rounding explains little: {text}."],
     )
 
 
-def _diagnose_parameter(comparison: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+def _near_modules(entry: Entry) -> list[str]:
+    """Return the modules whose own operations run right before an entry: its containers, and itself for an output."""
+    parts = entry.module.partition("#")[0].split("/")
+    containers = ["/".join(parts[:end]) for end in range(len(parts))]
+    return containers if entry.what == "input" else [*containers, "/".join(parts)]
+
+
+def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause | None:
+    """Diagnose what a step reports or updates from the rule of the step; None if no rule is recognised."""
+    entry = comparison.one
+    if entry.step < 1 or entry.stage not in ("step", "update") or entry.what in _NOT_FROM_UPDATES:
+        return None
+    found = explain_step(known.labels, entry.step, known.recipes, known.history.updates())
+    if found is None or entry.number is None:
+        return found
+    return found._replace(evidence=[*found.evidence, _number_text(comparison, known.labels)])
+
+
+def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: str) -> Cause | None:
+    """Diagnose a module's input or output by the arrays before it; None if no formula is recognised."""
+    a, b = comparison.one.sketch, comparison.two.sketch
+    assert a is not None
+    assert b is not None
+    arrays = known_arrays(comparison.one, known.history.entries(0), known.history.entries(1))
+    parameters = known.history.parameters()
+    return explain_formula(known.labels, (a.samples(), b.samples()), arrays, where, parameters)
+
+
+def _diagnose_parameter(comparison: EntryComparison, labels: tuple[str, str]) -> Cause:
     """Diagnose a parameter after an update whose gradient and optimizer slots agree."""
     what = f"parameter {comparison.one.name!r} of {comparison.one.module!r}"
     size = comparison.scale or 1.0
     text = f"Its gradient and the optimizer's slots agree; relative distance {comparison.distance / size:.1e}."
     if comparison.why:
         why = comparison.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
-        return Diagnosis("formula", f"The optimizers move {what} in another way.", [why, text])
-    return Diagnosis(
-        "formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [text]
-    )
+        return Cause("formula", f"The optimizers move {what} in another way.", [why, text])
+    return Cause("formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [text])
 
 
-def _diagnose_initial_weight(comparison: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+def _diagnose_initial_weight(comparison: EntryComparison, labels: tuple[str, str]) -> Cause:
     """Diagnose a weight that differs before the first step."""
     a, b = comparison.one.sketch, comparison.two.sketch
     assert a is not None
@@ -196,27 +247,35 @@ def _diagnose_initial_weight(comparison: EntryComparison, labels: tuple[str, str
     what = f"{comparison.one.what} {comparison.one.name!r} of {comparison.one.module!r}"
     text = f"relative distance {comparison.distance / (comparison.scale or 1.0):.1e} before the first step"
     if _is_permutation(a, b):
-        return Diagnosis("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{text}."])
+        return Cause("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{text}."])
     if a.width != b.width:
-        return Diagnosis(
+        return Cause(
             "dtype", f"{labels[1]} began with {what} in fewer digits.", [_width_text(labels, a, b), f"{text}."]
         )
-    return Diagnosis("layout", f"{labels[1]} began with other values of {what}.", [f"{text}."])
+    return Cause("layout", f"{labels[1]} began with other values of {what}.", [f"{text}."])
 
 
-def _diagnose_number(comparison: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+def _diagnose_number(comparison: EntryComparison, labels: tuple[str, str]) -> Cause:
     one, two = comparison.one.number or 0.0, comparison.two.number or 0.0
     what = comparison.one.what
-    text = f"{what}: {one:.6g} in {labels[0]}, {two:.6g} in {labels[1]}."
+    text = _number_text(comparison, labels)
     if not (math.isfinite(one) and math.isfinite(two)):
-        return Diagnosis("not finite", f"The {what} is finite on one side alone.", [text])
+        return Cause("not finite", f"The {what} is finite on one side alone.", [text])
     if what == "finite":
-        return Diagnosis("formula", "One side skips the step and the other does not.", [text])
+        return Cause("formula", "One side skips the step and the other does not.", [text])
     times = _integer_ratio_evidence(one, two, labels)
+    if what == "loss" and comparison.one.stage == "step":
+        why = "The losses of the passes agree, and the step reports another one: of other rows, or added otherwise."
+        return Cause("factor" if times else "formula", why, [text, *times])
     if what == "loss":
         why = "All outputs agree and the loss does not: the loss functions differ."
-        return Diagnosis("factor" if times else "formula", why, [text, *times])
-    return Diagnosis("factor" if times else "formula", f"The {what} differs.", [text, *times])
+        return Cause("factor" if times else "formula", why, [text, *times])
+    return Cause("factor" if times else "formula", f"The {what} differs.", [text, *times])
+
+
+def _number_text(comparison: EntryComparison, labels: tuple[str, str]) -> str:
+    one, two = comparison.one.number or 0.0, comparison.two.number or 0.0
+    return f"{comparison.one.what}: {one:.6g} in {labels[0]}, {two:.6g} in {labels[1]}."
 
 
 def _integer_ratio_evidence(one: float, two: float, labels: tuple[str, str]) -> list[str]:

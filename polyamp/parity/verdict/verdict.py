@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
+from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, trains, unit_roundoff
 from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, UpdateCount
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
-from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
+from polyamp.parity.verdict import hidden_modules, op_dtypes
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.causes.step_history import StepHistory
+from polyamp.parity.verdict.diagnosis import Circumstances, build_divergence
 from polyamp.parity.verdict.distances import (
     EntryComparison,
     has_equal_layout,
@@ -79,7 +81,9 @@ def compare_traces(
         wider = by_phase[wider_phase[name]][1:] if wider_phase[name] in by_phase else ()
         judges = [run.trace for run in wider] if tolerance.wide else []
         judge = JudgePrecision(alignment, judges, tolerance.roundoff)
-        comparison = _PhaseComparison(labels, phase, tolerance, alignment, (one.trace, two.trace), clips, judge)
+        comparison = _PhaseComparison(
+            labels, phase, tolerance, alignment, (one.trace, two.trace), clips, judge, recipes
+        )
         wider_steps = itertools.chain(
             itertools.zip_longest(*map(entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
         )
@@ -124,7 +128,11 @@ class _PhaseComparison:
         traces: tuple[Trace, Trace],
         clips: bool,
         judge: JudgePrecision,
+        recipes: tuple[Recipe | None, Recipe | None],
     ) -> None:
+        one, two = (None if recipe is None or not trains(recipe) else recipe for recipe in recipes)
+        self._history = StepHistory()
+        self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history)
         self._judge, self._judged, self._are_judges_equal = judge, "", True
         self._clips, self._is_exact_only = clips, False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance
@@ -141,6 +149,7 @@ class _PhaseComparison:
         """Compare one step of both sides."""
         if ours and theirs:
             ours, theirs = hidden_modules.add_zero_gradients(self._alignment, ours, theirs)
+        self._history.advance(ours, theirs)
         overflowed = has_overflow(ours, theirs)
         self._drift = self._updates.drift(
             {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
@@ -191,9 +200,7 @@ class _PhaseComparison:
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
                 last_output = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
             if found.counts and not found.kind and not module and entry.what.startswith("output"):
-                suspect = suspect or diagnosis.build_divergence(
-                    found, self._phase, self._labels, self._alignment, self._traces, last
-                )
+                suspect = suspect or build_divergence(found, self._known._replace(after=last))
                 continue
             if suspect is not None and found.counts and not module and entry.stage == "backward":
                 continue  # the loss takes another output, so that its gradients differ too
@@ -202,16 +209,8 @@ class _PhaseComparison:
             self._record_worst(found)
             if found.counts and (leaf or found.kind == "operations") and self.first is None:
                 between = self._hidden_layers(found, last, ours, theirs)
-                self.first = diagnosis.build_divergence(
-                    found,
-                    self._phase,
-                    self._labels,
-                    self._alignment,
-                    self._traces,
-                    last,
-                    between,
-                    self._dtype_mismatches.get(module),
-                )
+                known = self._known._replace(after=last)
+                self.first = build_divergence(found, known, between, self._dtype_mismatches.get(module))
         if suspect is not None and self.first is None:
             self._add_note(
                 "the models' outputs differ, and neither the losses nor any gradient: the loss functions take "

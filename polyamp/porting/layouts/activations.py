@@ -110,6 +110,8 @@ _FORMULAS: Final[Mapping[str, Callable[[Array], Array]]] = {
     "soft_sign": lambda x: x / (1.0 + np.abs(x)),
 }
 """Activations without constants and axes."""
+ACTIVATION_NAMES: Final = tuple(_FORMULAS)
+"""Names of the activations without constants and axes."""
 _SOFTMAXES: Final[Mapping[str, Callable[[Array], Array]]] = {
     "softmax": lambda x: np.exp(x) / np.exp(x).sum(),
     "log_softmax": lambda x: x - np.log(np.exp(x).sum()),

@@ -1,0 +1,63 @@
+"""`explain_step`: which rule of the training step makes two updates differ, with the number that shows it.
+
+What recipes and loops know (clip, loss scale, micro-batches, momentum, schedule, betas) is tried against the formulas
+that `update_rule` recovers from both sides' arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from polyamp.parity.verdict.causes import clip_causes, moment_causes
+from polyamp.parity.verdict.causes.cause import Cause
+from polyamp.parity.verdict.causes.step_facts import StepFacts
+from polyamp.parity.verdict.causes.step_history import SideUpdate
+from polyamp.parity.verdict.causes.update_causes import other_update
+from polyamp.parity.verdict.causes.update_rule import moment_rule
+from polyamp.recipe.recipe import Recipe
+
+_GRADIENT_CHECKS: Final[tuple[Callable[[StepFacts], Cause | None], ...]] = (
+    clip_causes.clip_by_value,
+    clip_causes.clip_per_parameter,
+    moment_causes.other_gradient,
+    moment_causes.stale_gradient,
+    moment_causes.dampening,
+    moment_causes.coupled_decay,
+    clip_causes.gradient_factor,
+    moment_causes.momentum,
+)
+"""Checks of what the moments are made of, the most certain first."""
+_PLAIN_CHECKS: Final = (clip_causes.clip_by_value, clip_causes.clip_per_parameter, clip_causes.gradient_factor)
+"""Those for optimizers without moments."""
+
+
+def explain_step(
+    labels: tuple[str, str],
+    step: int,
+    recipes: tuple[Recipe | None, Recipe | None],
+    sides: tuple[SideUpdate, SideUpdate],
+) -> Cause | None:
+    """Return the rule of the step by which two updates differ; None if no rule is recognised.
+
+    Args:
+        labels: of both sides.
+        step: number of the step, from 1.
+        recipes: of both sides; None of a side without one.
+        sides: updates of both, whose gradients agree.
+    """
+    limits = [limit for recipe in recipes if recipe is not None for limit in recipe.clip if limit is not None]
+    one, two = (moment_rule(side, limits) for side in sides)
+    if one is None or two is None:
+        return None
+    facts = StepFacts(labels, step, recipes, sides, (one, two))
+    checks: list[Callable[[StepFacts], Cause | None]] = [moment_causes.frozen_parameters]
+    if one.slot and one.slot == two.slot:
+        checks += _GRADIENT_CHECKS
+    elif facts.is_plain:
+        checks += _PLAIN_CHECKS
+    for check in [*checks, moment_causes.second_moment, other_update]:
+        found = check(facts)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,113 @@
+"""What each side computes between arrays that agree and the first that does not, from the values alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyamp.contract.casting_report import OperationCount
+from polyamp.parity.trace.trace import Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.causes.formula_causes import explain_formula
+from polyamp.parity.verdict.causes.known_values import KnownArray
+from polyamp.parity.verdict.causes.operation_causes import (
+    narrow_operations,
+    near_operations,
+    operation_differences,
+)
+from polyamp.porting.layouts.activations import apply_activation
+
+Array = np.ndarray[Any, Any]
+RNG = np.random.default_rng(0)
+UP, GATE, SKIP = (RNG.standard_normal((8, 16)) for _ in range(3))
+KNOWN = [KnownArray(name, "output", x.ravel(), x.shape) for name, x in (("up", UP), ("gate", GATE), ("skip", SKIP))]
+SCALE, BIAS = RNG.standard_normal(16), RNG.standard_normal(16)
+
+
+def act(name: str, x: Array) -> Array:
+    found = apply_activation(name, x)
+    assert found is not None
+    return found
+
+
+def norm(x: Array, epsilon: float, *, centered: bool = False) -> Array:
+    rows = x - x.mean(1, keepdims=True) if centered else x
+    return np.asarray(rows / np.sqrt(np.square(rows).mean(1, keepdims=True) + epsilon))
+
+
+def said(one: Array, two: Array) -> str:
+    sides = one.astype("f4").astype("f8").ravel(), two.astype("f4").astype("f8").ravel()
+    found = explain_formula(("a", "b"), sides, KNOWN, "here", {("norm", "scale"): SCALE, ("norm", "bias"): BIAS})
+    return "" if found is None else f"{found.kind}: {found.sentence}"
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "words"),
+    [
+        (act("gelu", UP), act("gelu_tanh", UP), "a computes gelu of up, b computes gelu_tanh of up"),
+        (act("relu", UP), np.where(UP > 0, UP, np.expm1(UP)), "a computes relu of up, b computes elu of up"),
+        (act("relu", UP), UP, "a computes relu of up, b computes up"),
+        (act("relu", UP), np.where(UP > 0, UP, 0.2 * UP), "b computes leaky_relu (0.2) of up"),
+        (act("silu", GATE) * UP, act("gelu", GATE) * UP, "a computes silu(gate) * up, b computes gelu(gate) * up"),
+        (act("silu", GATE) * UP, act("silu", UP) * GATE, "b computes silu(up) * gate"),
+        (UP + SKIP, UP, "a computes up + skip, b computes up"),
+        (UP + SKIP, UP + GATE, "a computes up + skip, b computes up + gate"),
+        (UP / 4, UP / 8, "a computes 0.25 * up, b computes 0.125 * up"),
+        (UP + SKIP, RNG.standard_normal((8, 16)), "a computes up + skip, b does not"),
+    ],
+)
+def test_a_formula_of_known_arrays_is_named(one: Array, two: Array, words: str) -> None:
+    found = said(one, two)
+    assert found.startswith("formula: ")
+    assert words in found
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_an_epsilon_is_measured(centered: bool) -> None:
+    one, two = (norm(SKIP, epsilon, centered=centered) * SCALE + BIAS * centered for epsilon in (1e-5, 1e-3))
+    found = said(one, two)
+    assert found.startswith("epsilon: ")
+    assert (
+        f"epsilon of the {'layer' if centered else 'RMS'} normalization of skip here: about 1e-05 in a, 0.001" in found
+    )
+
+
+def test_the_factor_of_a_gemma_norm_is_one_plus_its_weight() -> None:
+    found = said(norm(UP, 1e-6) * (1 + SCALE), norm(UP, 1e-4) * (1 + SCALE))
+    assert "normalization of up" in found
+    assert "0.0001 in b" in found
+
+
+def test_nothing_is_said_of_unknown_formulas() -> None:
+    assert said(np.sin(3 * UP), np.cos(GATE)) == ""
+    assert said(act("gelu", UP), act("gelu", UP)) == ""
+
+
+def trace(*operations: tuple[str, str, str]) -> Trace:
+    return Trace(side="a", phase="float32", operations=[OperationCount(*each, "", 1) for each in operations])
+
+
+ALIGNED = Alignment(modules={"": "", "block": "block"})
+WHOLE = trace(("block", "softmax", "float32"), ("block/inner", "add", "float32"), ("", "mul", "float32"))
+
+
+def test_16_bits_in_one_side_of_a_float32_run_are_named() -> None:
+    narrow = trace(("block", "softmax", "bfloat16"), ("block", "add", "float32"), ("", "mul", "float32"))
+    near = [near_operations(each, ALIGNED, ["block"]) for each in (WHOLE, narrow)]
+    found = narrow_operations(("a", "b"), near, "here")
+    assert found is not None
+    assert found.kind == "dtype"
+    assert found.sentence == "b computes in bfloat16 inside a float32 model here."
+    assert found.evidence == ["In b alone: softmax in bfloat16 (block)."]
+    assert narrow_operations(("a", "b"), [near[1], near[1]], "here") is None
+
+
+def test_operations_of_one_side_alone_are_listed_in_one_framework() -> None:
+    other = trace(("block", "softmax", "float32"), ("", "mul", "float32"), ("block", "mul", "float32"))
+    near = [near_operations(each, ALIGNED, ["block"]) for each in (WHOLE, other)]
+    assert operation_differences(("a", "b"), (WHOLE, other), near) == ["Operations: in a alone add; in b alone mul."]
+    foreign = trace(("block", "dot_general", "float32"), ("block", "exp", "float32"))
+    assert operation_differences(("a", "b"), (WHOLE, foreign), [near[0], foreign.operations]) == []
+    assert len(near[0]) == 2  # an inner module without a partner belongs to its container
