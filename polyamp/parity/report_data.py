@@ -24,6 +24,8 @@ class SideValues(msgspec.Struct, frozen=True, kw_only=True):
         nonfinite: number of elements that are inf or NaN.
         zeros: number of elements that are 0.
         width: the narrowest dtype that represents all values exactly.
+        worst: the stored element at which the sides differ most; None if elements do not compare.
+        worst_index: its index in `shape`.
         number: the value, if it is a number and not an array.
         operations: operations that ran in the module, with their dtypes ("softmax in bfloat16").
     """
@@ -37,6 +39,8 @@ class SideValues(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: int = 0
     zeros: int = 0
     width: str = ""
+    worst: float | None = None
+    worst_index: tuple[int, ...] = ()
     number: float | None = None
     operations: list[str] = msgspec.field(default_factory=list)
 

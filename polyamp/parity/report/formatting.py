@@ -212,11 +212,13 @@ def statistics(first: Divergence) -> dict[str, dict[str, str]]:
     sides = first.sides
     found: dict[str, dict[str, str]] = {label: {} for label in sides}
     scalar = first.kind != "missing" and not any(side.dtype for side in sides.values())
-    for field in ("number", "mean", "rms", "largest"):
+    for field in ("number", "mean", "rms", "largest", "worst"):
         values = [getattr(side, field) for side in sides.values()]
         for label, value, text in zip(sides, values, numbers(values), strict=True):
+            index = ", ".join(map(str, sides[label].worst_index))
+            name = {"number": "value", "worst": f"at [{index}]"}.get(field, field)
             if value is not None or (scalar and field == "number"):
-                found[label]["value" if field == "number" else field] = text
+                found[label][name] = text
     for label, side in sides.items():
         size = math.prod(side.shape)
         if side.dtype and side.nonfinite:

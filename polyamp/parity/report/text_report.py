@@ -98,8 +98,7 @@ def _divergence_lines(report: Findings, pair: Comparison, first: Divergence) -> 
         yield _TextLine(label, formatting.plain(", ".join(filter(None, texts)) + operations))
     yield _TextLine("looks like", f"{formatting.kind(first)}: {formatting.plain(first.sentence)}", 3)
     if first.evidence:
-        more = f" (and {len(first.evidence) - 1} more)" if len(first.evidence) > 1 else ""
-        yield _TextLine("because", formatting.plain(first.evidence[0]) + more, 2)
+        yield _TextLine("because", formatting.plain(" ".join(first.evidence)), 2)
     yield from _failure_lines(report)
     counting = sum(row.counts for row in pair.rows)
     before = (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from polyamp.errors import join_first
 from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.report_data import Divergence, SideValues
+from polyamp.parity.trace.sketch import Sketch, sample_indices
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.cause import Cause
@@ -28,7 +29,6 @@ from polyamp.parity.verdict.hidden_modules import is_absent
 from polyamp.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from polyamp.parity.trace.sketch import Sketch
     from polyamp.parity.verdict.distances import EntryComparison
 
 _FACTOR_TOLERANCE: Final = 1e-4
@@ -83,7 +83,7 @@ def build_divergence(
     if between:
         cause = cause._replace(evidence=[_hidden_layers_evidence(one.module, between), *cause.evidence])
     scale = comparison.scale or 1.0
-    module = one.module.partition("#")[0]
+    module, worst = one.module.partition("#")[0], _worst_element(comparison)
     return Divergence(
         phase=phase.title,
         step=one.step,
@@ -92,7 +92,7 @@ def build_divergence(
         what=one.what,
         name=one.name,
         sides={
-            label: _side_values(entry, trace, module)
+            label: _side_values(entry, trace, module, worst)
             for label, entry, trace in zip(labels, (one, two), known.traces, strict=True)
         },
         distance=comparison.distance / scale if math.isfinite(comparison.distance) else None,
@@ -162,7 +162,7 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         narrow = narrow_operations(labels, near, where) if phase.name == FLOAT32 else None
         if narrow is not None:
             return narrow
-        operations = operation_differences(labels, known.traces, near)
+        operations = [*_hidden_settings(alignment), *operation_differences(labels, known.traces, near)]
         formula = _diagnose_formula(comparison, known, where)
         if formula is not None:
             return formula._replace(evidence=[*formula.evidence, *operations, *differences])
@@ -205,6 +205,13 @@ def _near_modules(entry: Entry) -> list[str]:
     parts = entry.module.partition("#")[0].split("/")
     containers = ["/".join(parts[:end]) for end in range(len(parts))]
     return containers if entry.what == "input" else [*containers, "/".join(parts)]
+
+
+def _hidden_settings(alignment: Alignment) -> list[str]:
+    """Return the settings that differ of layers whose own output is not compared, such as activations."""
+    compared = set(alignment.modules.values())
+    lines = dict.fromkeys(line for path, own in alignment.differences.items() if path not in compared for line in own)
+    return [f"Other settings of a layer whose output is not compared: {line}." for line in lines]
 
 
 def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause | None:
@@ -354,7 +361,20 @@ def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
     )
 
 
-def _side_values(entry: Entry, trace: Trace, module: str) -> SideValues:
+def _worst_element(comparison: EntryComparison) -> int | None:
+    """Return the place, among the stored elements, of the one that differs most; None where elements do not compare."""
+    import numpy as np
+
+    a, b = comparison.one.sketch, comparison.two.sketch
+    if a is None or b is None or a.size != b.size or not a.size:
+        return None
+    apart = np.abs(a.samples() - b.samples())
+    return int(np.argmax(apart)) if apart.any() else None
+
+
+def _side_values(entry: Entry, trace: Trace, module: str, worst: int | None) -> SideValues:
+    import numpy as np
+
     each = entry.sketch
     if each is None:
         return SideValues(path=entry.own, number=entry.number)
@@ -369,5 +389,9 @@ def _side_values(entry: Entry, trace: Trace, module: str) -> SideValues:
         nonfinite=each.nonfinite,
         zeros=each.zeros,
         width=each.width,
+        worst=None if worst is None else float(each.samples()[worst]),
+        worst_index=()
+        if worst is None
+        else tuple(map(int, np.unravel_index(sample_indices(each.size)[worst], each.shape))),
         operations=[f"{row.name} in {row.dtype}" for row in operations[:_MAX_OPERATIONS]],
     )

@@ -28,7 +28,7 @@ _MIN_ROWS: Final = 3
 _MAX_TERMS: Final = 3
 
 
-class Formula(NamedTuple):
+class ValueFormula(NamedTuple):
     """A formula that gives one side's values.
 
     Attributes:
@@ -71,34 +71,34 @@ def explain_formula(
     return _epsilon(labels, sides, known, where, parameters)
 
 
-def _formula(values: Array, known: Sequence[KnownArray]) -> Formula | None:
+def _formula(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the simplest formula of known arrays that gives some values."""
     return _activation(values, known) or _gate(values, known) or _sum(values, known)
 
 
-def _activation(values: Array, known: Sequence[KnownArray]) -> Formula | None:
+def _activation(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the activation of a known array that gives some values."""
     return _best(
-        Formula(f"{name} of {_name(each)}" if name != "linear" else _name(each), _error(values, activated))
+        ValueFormula(f"{name} of {_name(each)}" if name != "linear" else _name(each), _error(values, activated))
         for each in known[:_MAX_GATES]
         for name, activated in _activations(each.values)
     )
 
 
-def _gate(values: Array, known: Sequence[KnownArray]) -> Formula | None:
+def _gate(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the product of one known array and an activation of another that gives some values."""
     return _best(
-        Formula(f"{name}({_name(one)}) * {_name(two)}", _error(values, activated * two.values))
+        ValueFormula(f"{name}({_name(one)}) * {_name(two)}", _error(values, activated * two.values))
         for one, two in itertools.permutations(known[:_MAX_GATES], 2)
         for name, activated in _activations(one.values)
     )
 
 
-def _sum(values: Array, known: Sequence[KnownArray]) -> Formula | None:
+def _sum(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the linear combination of known arrays that gives some values, the shortest one."""
     for count in range(1, _MAX_TERMS + 1):
         found = _best(
-            Formula(
+            ValueFormula(
                 " + ".join(_term(factor, each) for factor, each in zip(combination.coefficients, chosen, strict=True)),
                 combination.residual,
             )
@@ -123,7 +123,7 @@ def _activations(x: Array) -> Iterator[tuple[str, Array]]:
     yield "elu", np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
 
 
-def _best(formulas: Iterable[Formula]) -> Formula | None:
+def _best(formulas: Iterable[ValueFormula]) -> ValueFormula | None:
     best = min(formulas, key=lambda each: each.error, default=None)
     return best if best is not None and best.error <= _EQUAL else None
 

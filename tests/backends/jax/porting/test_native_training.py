@@ -11,12 +11,14 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 
 import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
 from polyamp.reference import MLP
+from polyamp_jax.porting.native_training import JaxTraining
 
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "sgd": (optax.sgd(0.02, momentum=0.9), polyamp.sgd(0.02, momentum=0.9)),
@@ -170,3 +172,16 @@ def test_scales_that_do_not_move_and_none() -> None:
         polyamp.port(porting.training(made, held, 8.0), state)
     with pytest.raises(polyamp.ArgumentError, match="the optimizer is an optax state"):
         polyamp.port(porting.training(made), state)
+
+
+@pytest.mark.parametrize(
+    "transformation", [optax.adamw(1e-2), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))]
+)
+def test_the_state_over_an_nnx_state_is_read(transformation: Any) -> None:
+    """Its leaves are variables, whose paths end in "value"."""
+    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    training = JaxTraining(net, (transformation, transformation.init(nnx.state(net, nnx.Param))), None)
+    arrays, layout = training.arrays(), training.layout
+    assert set(layout.slots) in ({"exp_avg", "exp_avg_sq"}, {"momentum"})
+    for names in layout.slots.values():
+        assert {leaf: arrays[name].shape for leaf, name in names.items()} == {"kernel": (3, 2), "bias": (2,)}
