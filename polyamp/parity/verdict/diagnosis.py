@@ -16,6 +16,7 @@ from polyamp.parity.trace.sketch import Sketch, sample_indices
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.cause import Cause
+from polyamp.parity.verdict.causes.element_profile import differing_indices
 from polyamp.parity.verdict.causes.formula_causes import explain_formula
 from polyamp.parity.verdict.causes.known_values import known_arrays
 from polyamp.parity.verdict.causes.operation_causes import (
@@ -190,13 +191,16 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     if a.width != b.width and "float32" in (a.width, b.width):
         return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
+    places = differing_indices(a, b, comparison.allowed)
     if phase.name != FLOAT32:
-        return Cause("dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}."])
+        return Cause(
+            "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}.", *places]
+        )
     small = comparison.distance < 1e-2 * comparison.scale
     return Cause(
         "formula",
         f"Another formula {where}{': a small one, such as an approximation or an epsilon' if small else ''}.",
-        [*operations, f"In float32, where rounding explains little: {text}."],
+        [*operations, *places] or [f"In float32, where rounding explains little: {text}."],
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.known_values import KnownArray
+from polyamp.parity.verdict.causes.normalizations import find_normalization
 from polyamp.parity.verdict.causes.update_rule import fit
 from polyamp.porting.layouts.activations import ACTIVATION_NAMES, apply_activation
 
@@ -24,7 +25,6 @@ _EQUAL: Final = 2e-6
 """Relative distance up to which a formula gives an array."""
 _MAX_GATES: Final = 4
 _MIN_ELEMENTS: Final = 32
-_MIN_ROWS: Final = 3
 _MAX_TERMS: Final = 3
 
 
@@ -58,7 +58,18 @@ def explain_formula(
     """
     if sides[0].size < _MIN_ELEMENTS or sides[0].shape != sides[1].shape:
         return None
-    one, two = (_formula(side, known) for side in sides)
+    normal = [find_normalization(side, known, parameters) for side in sides]
+    if normal[0] is not None and normal[1] is not None and normal[0].text == normal[1].text:
+        texts = [
+            f"{each.epsilon:.2g} in {label}" for each, label in zip(normal, labels, strict=True) if each is not None
+        ]
+        evidence = ["Row by row the outputs are one factor apart, which the mean of squares of the row explains."]
+        sentence = f"Another epsilon of {normal[0].text}, {where}: about {', '.join(texts)}."
+        return Cause("epsilon", sentence, evidence)
+    one, two = (
+        _formula(side, known) or (None if each is None else ValueFormula(each.text, _EQUAL))
+        for side, each in zip(sides, normal, strict=True)
+    )
     if one is not None and two is not None and one.text != two.text:
         texts = [f"{label} computes {each.text}" for label, each in zip(labels, (one, two), strict=True)]
         evidence = [f"Each gives its side's values to {max(one.error, two.error, 1e-8):.0e}."]
@@ -68,7 +79,7 @@ def explain_formula(
         label, other = labels if two is None else labels[::-1]
         evidence = [f"This gives {label}'s values to {max(found.error, 1e-8):.0e}."]
         return Cause("formula", f"Another formula {where}: {label} computes {found.text}, {other} does not.", evidence)
-    return _epsilon(labels, sides, known, where, parameters)
+    return None
 
 
 def _formula(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
@@ -79,7 +90,7 @@ def _formula(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
 def _activation(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the activation of a known array that gives some values."""
     return _best(
-        ValueFormula(f"{name} of {_name(each)}" if name != "linear" else _name(each), _error(values, activated))
+        ValueFormula(f"{name} of {each.name}" if name != "linear" else each.name, _error(values, activated))
         for each in known[:_MAX_GATES]
         for name, activated in _activations(each.values)
     )
@@ -88,7 +99,7 @@ def _activation(values: Array, known: Sequence[KnownArray]) -> ValueFormula | No
 def _gate(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the product of one known array and an activation of another that gives some values."""
     return _best(
-        ValueFormula(f"{name}({_name(one)}) * {_name(two)}", _error(values, activated * two.values))
+        ValueFormula(f"{name}({one.name}) * {two.name}", _error(values, activated * two.values))
         for one, two in itertools.permutations(known[:_MAX_GATES], 2)
         for name, activated in _activations(one.values)
     )
@@ -135,63 +146,5 @@ def _error(values: Array, other: Array) -> float:
     return float(np.linalg.norm(values - other)) / size if size else 1.0
 
 
-def _name(array: KnownArray) -> str:
-    path = array.module or "the model"
-    return path if array.what == "output" else f"the input of {path}"
-
-
 def _term(factor: float, array: KnownArray) -> str:
-    return _name(array) if abs(factor - 1.0) < 1e-4 else f"{factor:.5g} * {_name(array)}"
-
-
-def _epsilon(
-    labels: tuple[str, str],
-    sides: tuple[Array, Array],
-    known: Sequence[KnownArray],
-    where: str,
-    parameters: Mapping[tuple[str, str], Array],
-) -> Cause | None:
-    """Return the epsilons of a layer or RMS normalization of a known array that both sides compute."""
-    import numpy as np
-
-    for each in known:
-        if not each.is_whole or not each.shape or each.values.size // each.shape[-1] < _MIN_ROWS:
-            continue
-        width = each.shape[-1]
-        x = each.values.reshape(-1, width)
-        scales = [(np.ones(width), np.zeros(width))]
-        for (module, name), array in parameters.items():
-            if array.size == width and "bias" not in name:
-                scales += [(array, np.zeros(width)), (1.0 + array, np.zeros(width))]
-                if (module, "bias") in parameters and parameters[module, "bias"].size == width:
-                    scales.append((array, parameters[module, "bias"]))
-        for centered in (False, True):
-            for scale, shift in scales:
-                if not scale.all():
-                    continue
-                found = [_row_epsilons(x, (side.reshape(-1, width) - shift) / scale, centered) for side in sides]
-                if found[0] is None or found[1] is None:
-                    continue
-                word = "layer" if centered else "RMS"
-                texts = [f"{value:.2g} in {label}" for value, label in zip(found, labels, strict=True)]
-                return Cause(
-                    "epsilon",
-                    f"Another epsilon of the {word} normalization of {_name(each)} {where}: about {', '.join(texts)}.",
-                    ["Row by row the outputs are one factor apart, which the mean of squares of the row explains."],
-                )
-    return None
-
-
-def _row_epsilons(x: Array, y: Array, centered: bool) -> float | None:
-    """Return the epsilon with which `y` is the normalized `x`; None if it is not."""
-    import numpy as np
-
-    rows = x - x.mean(1, keepdims=True) if centered else x
-    squares = np.square(rows).mean(1)
-    if not squares.all():
-        return None
-    factors = (rows * y).mean(1) / squares
-    if np.linalg.norm(y - factors[:, None] * rows) > 1e-5 * np.linalg.norm(y) or (factors <= 0).any():
-        return None
-    found = np.median(1.0 / np.square(factors) - squares)
-    return float(found) if -1e-7 < found / squares.mean() < 1.0 else None
+    return array.name if abs(factor - 1.0) < 1e-4 else f"{factor:.5g} * {array.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
 _EQUAL: Final = 1e-5
 """Relative distance up to which an array counts as the same on both sides."""
-_MAX_ARRAYS: Final = 6
+_MAX_ARRAYS: Final = 10
 """Number of the latest arrays that are tried."""
+_MAX_REDUCED: Final = 3
+"""Number of the latest larger arrays whose reductions are tried."""
 
 
 class KnownArray(NamedTuple):
@@ -24,7 +27,7 @@ class KnownArray(NamedTuple):
 
     Attributes:
         module: path of the module.
-        what: "input" or "output".
+        what: "input" or "output", with a word before it for a reduction.
         values: the stored elements.
         shape: of the whole array.
     """
@@ -35,16 +38,22 @@ class KnownArray(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def name(self) -> str:
+        """Its name in a sentence."""
+        path = self.module or "the model"
+        return path if self.what == "output" else f"the {self.what} of {path}"
+
+    @property
     def is_whole(self) -> bool:
         """Whether every element is stored."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size == self.values.size
+        return _size(self.shape) == self.values.size
 
 
 def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
-    """Return arrays of the size of an entry's that were recorded before it and agree, the latest first."""
+    """Return arrays of the size of an entry's that were recorded before it and agree, the latest first.
+
+    Behind them stand reductions over inner axes of larger ones, such as the mean over positions.
+    """
     assert entry.sketch is not None
     found: list[KnownArray] = []
     for each in ours.values():
@@ -53,11 +62,36 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
         other = theirs.get(entry_key(each))
         if each.stage != "forward" or each.sketch is None or other is None or other.sketch is None:
             continue
-        if each.sketch.size != entry.sketch.size or each.what not in ("input", "output"):
+        if each.what not in ("input", "output") or each.sketch.size < entry.sketch.size:
             continue
         if sketch_distance(each.sketch, other.sketch) <= _EQUAL * max(each.sketch.norm, 1e-30):
             found.append(KnownArray(each.module, each.what, each.sketch.samples(), each.sketch.shape))
-    return _without_repeats(found[::-1])[:_MAX_ARRAYS]
+    latest = _without_repeats(found[::-1])
+    size, shape = entry.sketch.size, entry.sketch.shape
+    same = [each for each in latest if each.values.size == entry.sketch.samples().size and _size(each.shape) == size]
+    larger = [each for each in latest if each.is_whole and _size(each.shape) > size][:_MAX_REDUCED]
+    return [*same[:_MAX_ARRAYS], *(made for each in larger for made in _reductions(each, shape))]
+
+
+def _reductions(array: KnownArray, shape: tuple[int, ...]) -> list[KnownArray]:
+    """Return an array reduced over its axes between the first and the last, where that gives a shape."""
+    import numpy as np
+
+    if len(array.shape) < 3 or (array.shape[0], array.shape[-1]) != shape:
+        return []
+    values = array.values.reshape(shape[0], -1, shape[1])
+    made = {
+        "the mean over places of": values.mean(1),
+        "the maximum over places of": values.max(1),
+        "the sum over places of": values.sum(1),
+        "the first place of": values[:, 0],
+        "the last place of": values[:, -1],
+    }
+    return [KnownArray(array.module, f"{words} {array.what}", np.ravel(x), shape) for words, x in made.items()]
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
 
 
 def _without_repeats(arrays: list[KnownArray]) -> list[KnownArray]:

@@ -1,0 +1,61 @@
+"""`differing_indices`: along which indices of an axis two arrays differ, such as the rows of a mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.parity.trace.sketch import Sketch, sample_indices
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+_MAX_LENGTH: Final = 4096
+_MIN_SAMPLES: Final = 3
+"""Least number of stored elements of an index of an axis from which it is judged."""
+_EQUAL_SHARE: Final = 1e-3
+"""Largest root mean square of the differences at an index, relative to that of all, at which it counts as equal."""
+
+
+def differing_indices(one: Sketch, two: Sketch, allowed: float) -> list[str]:
+    """Return, as a sentence, the indices of the axes that differ, where others agree; empty if there are none.
+
+    Args:
+        one, two: the arrays.
+        allowed: largest distance of the whole arrays that rounding explains.
+    """
+    import numpy as np
+
+    if one.shape != two.shape or len(one.shape) < 2 or not one.size:
+        return []
+    apart = np.square(one.samples() - two.samples())
+    least = max(allowed**2 / one.size, _EQUAL_SHARE**2 * float(apart.mean()))
+    places = np.unravel_index(sample_indices(one.size), one.shape)
+    texts = []
+    for axis, (place, length) in enumerate(zip(places, one.shape, strict=True)):
+        if not 1 < length <= _MAX_LENGTH:
+            continue
+        counts = np.bincount(place, minlength=length)
+        if counts.min() < _MIN_SAMPLES:
+            continue
+        differs = np.bincount(place, weights=apart, minlength=length) / counts > least
+        if differs.any() and not differs.all():
+            texts.append(f"{_ranges(differs)} of axis {axis} (length {length})")
+    return [f"They differ only at {', and at '.join(texts)}."] if texts else []
+
+
+def _ranges(mask: Array) -> str:
+    """Return the places of a mask as text.
+
+    >>> import numpy as np
+    >>> _ranges(np.array([True, True, False, True]))
+    'index 0 to 1, 3'
+    """
+    import numpy as np
+
+    places = np.flatnonzero(mask)
+    parts = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    texts = [f"{part[0]}" if part.size == 1 else f"{part[0]} to {part[-1]}" for part in parts]
+    shown = texts if len(texts) <= 4 else [*texts[:3], f"{len(texts) - 3} more"]
+    return f"index {', '.join(shown)}"
