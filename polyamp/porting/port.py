@@ -33,6 +33,7 @@ def load(
     strict: bool = True,
     batch: Any = None,
     rows: Rows | None = None,
+    forms: Mapping[str, str] | None = None,
 ) -> tuple[_Target, PortReport]:
     """Fill a model with the values of a `Canonical`; `port` with a previously exported source.
 
@@ -43,6 +44,7 @@ def load(
         strict: see `port`.
         batch: inputs for the target; see `export`.
         rows: see `port`.
+        forms: see `port`.
 
     Raises:
         PortError: as for `port`. The target is then unchanged.
@@ -54,7 +56,7 @@ def load(
         )
     ours = ModelSide(canonical.inventory(), None, canonical)
     filled, report = transfer_model(
-        ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None, rows=rows
+        ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None, rows=rows, forms=forms
     )
     warn_of_differences(report, 2)
     return filled, report
@@ -67,6 +69,7 @@ def port(
     names: Mapping[str, str] | None = None,
     strict: bool = True,
     rows: Rows | None = None,
+    forms: Mapping[str, str] | None = None,
     batch: Any = None,
     check: Any = None,
 ) -> tuple[_Target, PortReport]:
@@ -90,6 +93,9 @@ def port(
         rows: glob over the target's paths of dense layers -> "channels" for a layer next to a flatten of channels (its
             rows, or its columns before a reshape), None for one that is not: `{"fc": "channels", "film/*": None}`.
             Needed only where the channels are first on one side and last on the other, and there is no batch.
+        forms: regular expression over the paths of either model -> layout of an array of no known layer, as the kernel
+            (inputs, features) of its counterpart: "transpose", or a letter for each axis, with axes in parentheses
+            joined: `{"rel_embedding": "transpose", "q_einsum": "ndh -> d(nh)"}`. Not for training states.
         batch: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout. Both run in
             float32, which shows which of several alike layers is which, and the order in which dense layers take
             flattened channels. They also identify the layers of linen and haiku models. `porting.Batch` sets separate
@@ -124,13 +130,20 @@ def port(
                 "check= compares models, before or after the training states move: polyamp.port(source.model, a_model, "
                 "check=batch). Received: check= with a training state. batch= shows the order of rows alone."
             )
+        if forms is not None:
+            raise PortError(
+                "forms= is for models: register a form for the layer's class (polyamp.porting.register) to move its "
+                f"training state. Received: forms={describe_value(forms)}."
+            )
         state, state_report = port_state(source, target, names=names, strict=strict, rows=rows, batch=batch)
         warn_of_differences(state_report, 2)
         return state, state_report
     if check is not None and batch is not None:
         raise PortError("check= runs both models, as batch= does, and compares them. Give one of them. Received: both.")
     ours, theirs, given = make_model_sides(source, target, batch if check is None else check)
-    filled, report = transfer_model(ours, theirs, names, strict, given, rows=rows, check=check is not None)
+    filled, report = transfer_model(
+        ours, theirs, names, strict, given, rows=rows, check=check is not None, forms=forms
+    )
     warn_of_differences(report, 2)
     return filled, report
 
@@ -144,6 +157,7 @@ def transfer_model(
     *,
     rows: Rows | None = None,
     check: bool = True,
+    forms: Mapping[str, str] | None = None,
 ) -> tuple[Any, PortReport]:
     """Fill the target with the source's values, and return it with the report; implements `port` and `load`.
 
@@ -155,10 +169,18 @@ def transfer_model(
         batch: inputs for a run of both models; None without one.
         rows: see `port`.
         check: whether outputs and gradients of the run are compared.
+        forms: see `port`.
     """
     settle = None if batch is None or source.converter is None else make_settler(source, target, batch)
     plan = make_transfer_plan(
-        source.inventory, target.inventory, names, strict=strict, rows=rows, settle=settle, absent_bias=True
+        source.inventory,
+        target.inventory,
+        names,
+        strict=strict,
+        rows=rows,
+        settle=settle,
+        absent_bias=True,
+        forms=forms,
     )
     assert target.converter is not None
     if batch is not None and check:

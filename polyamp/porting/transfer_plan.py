@@ -7,6 +7,7 @@ embedding, also if only one side ties them; the matching leaves out layers witho
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.matching.array_layouts import check_forms, with_forms
 from polyamp.porting.matching.attribute_differences import AttributeComparison, compare_attributes
 from polyamp.porting.matching.flatten_order import (
     ChannelOrder,
@@ -136,6 +138,7 @@ def make_transfer_plan(
     rows: Rows | None = None,
     settle: Settler | None = None,
     absent_bias: bool = False,
+    forms: Mapping[str, str] | None = None,
 ) -> TransferPlan:
     """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by one of
     `with_guesses` and `without_questions`.
@@ -148,11 +151,13 @@ def make_transfer_plan(
         rows: see `polyamp.port`.
         settle: function that finds which of several alike layers is which; None if there is no batch for it.
         absent_bias: whether a dense layer or convolution may have a bias that its counterpart lacks.
+        forms: see `polyamp.port`.
 
     Raises:
-        PortError: `names` or `rows` is invalid; with `strict`, a layer cannot be moved.
+        PortError: `names`, `rows` or `forms` is invalid; with `strict`, a layer cannot be moved.
     """
     rules = check_rename_rules(names)
+    source, target = with_forms(source, target, check_forms(forms))
 
     def rematch(more: Mapping[str, str]) -> Matching:
         return _match_with_ties(source, target, {**rules, **more}, absent_bias=absent_bias)
@@ -231,10 +236,10 @@ def _match_with_ties(source: Inventory, target: Inventory, names: Mapping[str, s
     lacks are allowed only if there is no complete matching without."""
     first = match_layers(source, target, names)
     found = first
-    for tied in ((True, False), (False, True)):
+    for tied, once in itertools.product(((True, False), (False, True)), (False, True)):
         if found.is_complete or not _has_ties((source, target)[tied.index(True)]):
             continue
-        again = match_layers(source, target, names, tied=tied)
+        again = match_layers(source, target, names, tied=tied, once=once)
         found = again if again.is_complete else found
     if absent_bias and not found.is_complete:
         again = match_layers(source, target, names, absent_bias=True)

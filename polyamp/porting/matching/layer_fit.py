@@ -18,7 +18,10 @@ from polyamp.porting.layouts.layer_kinds import BIASED_KINDS, find_kind
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
+from polyamp.porting.matching.array_layouts import GIVEN_KIND
 
+_ARRAY_KINDS: Final = {"parameter", GIVEN_KIND}
+"""Kinds that fit any layer with one array of their shape."""
 _PROBE_LIMIT: Final = 1 << 20
 """Largest number of elements for which two readings of a layer are compared by converting numbers with both."""
 
@@ -105,9 +108,9 @@ def _candidate_fits(source: NativeLayer, target: NativeLayer, *, absent_bias: bo
                 and (found := _fit_without_bias(one, other, shapes[0], shapes[1], target.path))
             ):
                 yield found
-            elif one.kind == other.kind and "parameter" not in (one.kind, other.kind):
+            elif one.kind == other.kind and one.kind not in _ARRAY_KINDS:
                 continue
-            elif "parameter" in (one.kind, other.kind) or _is_related(one.kind, other.kind):
+            elif {one.kind, other.kind} & _ARRAY_KINDS or _is_related(one.kind, other.kind):
                 for between in _array_mappings(shapes[0], shapes[1], {one.kind, other.kind}):
                     yield LayerFit(one, _rename_arrays(other, between, shapes[0], shapes[1]))
 

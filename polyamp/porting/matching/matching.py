@@ -71,6 +71,7 @@ def match_layers(
     names: Mapping[str, str],
     *,
     tied: tuple[bool, bool] = (False, False),
+    once: bool = False,
     absent_bias: bool = False,
 ) -> Matching:
     """Return the layers of two models in pairs, in the target's order. Layers without arrays and tied layers are left
@@ -81,6 +82,8 @@ def match_layers(
         target: the model that receives them.
         names: regular expression -> replacement, applied in turn to the source's paths.
         tied: whether tied arrays count as a layer's own, for each side.
+        once: whether tied arrays count once for each kind of layer, so that three embeddings and a head of one array
+            are an embedding and a head.
         absent_bias: whether a dense layer or convolution may have a bias that its counterpart lacks.
 
     Raises:
@@ -88,6 +91,8 @@ def match_layers(
     """
     ours = [(path, layer) for path, layer in apply_rename_rules(source.layers, target.layers, names) if layer.leaves]
     theirs = [(layer.path, layer) for layer in target.layers if layer.leaves]
+    if once:
+        ours, theirs = _one_per_kind(ours), _one_per_kind(theirs)
     matching = Matching()
     if names:
         ours, theirs = _pair_named(ours, theirs, matching, absent_bias=absent_bias)
@@ -104,6 +109,17 @@ def match_layers(
     place = {layer.path: number for number, layer in enumerate(target.layers)}
     matching.pairs.sort(key=lambda each: place.get(each.target.path, 0))
     return matching
+
+
+def _one_per_kind(layers: Sequence[tuple[str, NativeLayer]]) -> list[tuple[str, NativeLayer]]:
+    """Return the layers without tied ones of which another layer has the same kind and arrays."""
+    found, known = [], set()
+    for path, layer in layers:
+        key = layer.forms[0].kind, tuple(leaf.tied or leaf.name for leaf in layer.leaves.values())
+        if key not in known or any(leaf.tied is None for leaf in layer.leaves.values()):
+            found.append((path, layer))
+        known.add(key)
+    return found
 
 
 def _pair_named(

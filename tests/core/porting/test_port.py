@@ -46,6 +46,7 @@ def carried(source: Inventory, target: Inventory, **options: Any) -> tuple[dict[
         options.get("strict", True),
         None,
         rows=options.get("rows"),
+        forms=options.get("forms"),
     )
     return filler.leaves, report
 
@@ -212,6 +213,20 @@ def test_a_head_tied_in_the_source_alone_is_copied_and_said() -> None:
     np.testing.assert_array_equal(found["head/table"], values(one)["emb/table"])
     np.testing.assert_array_equal(found["emb/table"], values(one)["emb/table"])
     assert "they part as soon as they are trained" in report.notes[0]
+
+
+def test_three_tied_embeddings_and_a_head_go_into_one_embedding_and_a_head() -> None:
+    """As T5 has them: all of one array in the source, two in the target."""
+    one = sketch(
+        "shared: embedding 7 3\nencoder.embed: embedding 7 3\ndecoder.embed: embedding 7 3\nhead: dense 7 3 -bias"
+    )
+    for path, name in (("encoder/embed", "table"), ("decoder/embed", "table"), ("head", "kernel")):
+        one = tied(one, path, name, "shared/table")
+    found, report = carried(one, sketch("token_embedder: embedding 7 3\nlogits: dense 7 3 -bias"))
+    np.testing.assert_array_equal(found["token_embedder/table"], values(one)["shared/table"])
+    np.testing.assert_array_equal(found["logits/kernel"], values(one)["shared/table"])
+    assert len(report.moved) == 2
+    assert "logits has the values of shared/table in the source" in report.notes[0]
 
 
 def test_a_head_tied_in_the_target_alone_must_have_the_values() -> None:

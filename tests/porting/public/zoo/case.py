@@ -25,6 +25,7 @@ class Case:
         target: builds the target for the batch that it is given.
         batch: draws a batch in the source's layout.
         names: the `names=` that the port needs.
+        forms: the `forms=` that the port needs.
         tries: calls of `port` that a reader of its errors needs, the successful one included.
         to_target: the batch in the target's layout; by default images are turned to channels last.
         own_parameters: regular expression over the paths of a Keras target's parameters that the source has none of;
@@ -38,6 +39,7 @@ class Case:
     target: Callable[[Batch], Any]
     batch: Callable[[np.random.Generator], Batch]
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tries: int = 1
     to_target: Callable[[Batch], Batch] | None = None
     own_parameters: str = ""

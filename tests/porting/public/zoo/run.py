@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import re
 import time
+import types
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ class Outcome:
         clean: whether the report said that nothing differs.
         by_order: layers that their order alone told apart.
         differences: attributes that the report lists.
-        lines: entries of `names=`.
+        lines: entries of `names=` and `forms=`.
         tries: calls of `port`.
         seconds: what the last call took.
     """
@@ -60,7 +61,9 @@ class Outcome:
         return not self.error and not self.right
 
 
-def move(case: Case, names: Mapping[str, str], *, check: bool) -> Outcome:
+def move(
+    case: Case, names: Mapping[str, str], *, check: bool, forms: Mapping[str, str] = types.MappingProxyType({})
+) -> Outcome:
     """One call of `port` on fresh models, judged on a batch that the call did not see."""
     import torch
 
@@ -74,16 +77,17 @@ def move(case: Case, names: Mapping[str, str], *, check: bool) -> Outcome:
         own = ([*own],) if len(own) > 1 and is_keras(target) else own
         given = polyamp.porting.Batch(given, own[0] if len(own) == 1 else own)
     options: dict[str, Any] = {"names": dict(names)} if names else {}
+    if forms:
+        options["forms"] = dict(forms)
     if check:
         options["check"] = given
+    lines = len(names) + len(forms)
     start = time.perf_counter()
     try:
         moved, report = polyamp.port(source, target, **options)
     except Exception as error:  # noqa: BLE001  # an error that is not polyamp's is a finding, too
         said = str(error) if isinstance(error, polyamp.PolyampError) else f"{type(error).__name__}: {error}"
-        return Outcome(
-            error=said or "an error without a message", lines=len(names), seconds=time.perf_counter() - start
-        )
+        return Outcome(error=said or "an error without a message", lines=lines, seconds=time.perf_counter() - start)
     seconds = time.perf_counter() - start
     try:
         apart = distance(case, source, moved)
@@ -95,7 +99,7 @@ def move(case: Case, names: Mapping[str, str], *, check: bool) -> Outcome:
         clean=report.clean,
         by_order=sum(each.told == "order" for each in report.moved),
         differences=tuple(sorted({each.attribute for each in report.differences})),
-        lines=len(names),
+        lines=lines,
         seconds=seconds,
     )
 
@@ -132,7 +136,7 @@ class Row:
         pair: the case's.
         plain: without `check=`, following the errors.
         checked: with `check=`, following the errors.
-        named: with `check=` and the case's `names=`; None where it has none.
+        named: with `check=` and the case's `names=` and `forms=`; None where it has none.
         remark: the case's.
     """
 
@@ -164,7 +168,7 @@ class Row:
 
 def measure(case: Case) -> Row:
     """All ways of moving a pair."""
-    named = move(case, case.names, check=True) if case.names else None
+    named = move(case, case.names, check=True, forms=case.forms) if case.names or case.forms else None
     if named is not None:
         named = dataclasses.replace(named, tries=case.tries)
     return Row(case.name, case.pair, follow(case, check=False), follow(case, check=True), named, case.remark)

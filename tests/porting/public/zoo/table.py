@@ -27,8 +27,8 @@ no code with it compares their outputs, the gradients of their inputs and all va
 - *without check*: `port(source, target)`, and where that is an error, again with the lines of `names=` that the error
   offers, up to six times. "right": moved, and the judge agrees. "WRONG": moved, and it does not (its largest error).
 - *with check*: the same with `check=batch`.
-- *lines*, *calls*: entries of `names=`, and calls of `port`, of the shortest right way with `check=`: what the errors
-  offer, or the lines that the case lists.
+- *lines*, *calls*: entries of `names=` and `forms=`, and calls of `port`, of the shortest right way with `check=`: what
+  the errors offer, or the lines that the case lists.
 - *outputs*, *gradients*: what the judge measured of that, the largest difference over the largest value.
 
 """
