@@ -87,7 +87,9 @@ def port(
             torch and Keras it is filled in place, completely and at the end. In JAX it provides the structure, and a
             model may be created by `jax.eval_shape`.
         names: regular expression -> replacement, applied in turn to the source's "/"-separated paths, if names do not
-            determine a match: `{r"^encoder/": "backbone/"}`.
+            determine a match: `{r"^encoder/": "backbone/"}`. With fields in braces, names of modules on both sides:
+            `{"block{n}{l}": "blocks/{i}"}`. A field is a number, or a letter if its name begins with "l"; modules
+            correspond by the fields if both sides have the same, else in order.
         strict: False keeps layers without a partner unchanged, casts if dtypes differ, continues if the recipes of
             two states differ, and reports all three.
         rows: glob over the target's paths of dense layers -> "channels" for a layer next to a flatten of channels (its

@@ -89,8 +89,10 @@ def match_layers(
     Raises:
         PortError: an expression of `names` is invalid, or matches no path.
     """
-    ours = [(path, layer) for path, layer in apply_rename_rules(source.layers, target.layers, names) if layer.leaves]
-    theirs = [(layer.path, layer) for layer in target.layers if layer.leaves]
+    ours, theirs = (
+        [(path, layer) for path, layer in side if layer.leaves]
+        for side in apply_rename_rules(source.layers, target.layers, names)
+    )
     if once:
         ours, theirs = _one_per_kind(ours), _one_per_kind(theirs)
     matching = Matching()

@@ -1,4 +1,7 @@
-"""Rename rules of the user, `names={"regex": "replacement"}`, for layers whose names do not determine a match."""
+"""Rename rules of the user, `names={"regex": "replacement"}`, for layers whose names do not determine a match.
+
+An entry with fields in braces is a template (`name_templates`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from polyamp.errors import PortError, closest_words, describe_value
 from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.matching.name_templates import PathedLayer, apply_templates, is_template
 
 
 def check_rename_rules(names: object) -> dict[str, str]:
@@ -28,6 +32,11 @@ def check_rename_rules(names: object) -> dict[str, str]:
                 "names must map a regular expression to a replacement, both strings. Received: "
                 f"{describe_value(pattern)}: {describe_value(replacement)}."
             )
+        if is_template(pattern) != is_template(replacement):
+            raise PortError(
+                f"names: {pattern!r} and {replacement!r} must both have fields in braces, or neither, such as "
+                '{"block{n}": "layers/{n}"}.'
+            )
         try:
             re.compile(pattern)
         except re.error as error:
@@ -37,13 +46,21 @@ def check_rename_rules(names: object) -> dict[str, str]:
 
 def apply_rename_rules(
     source: Sequence[NativeLayer], target: Sequence[NativeLayer], names: Mapping[str, str]
-) -> list[tuple[str, NativeLayer]]:
-    """Return the source's layers with paths renamed by `names`, one expression after the other.
+) -> tuple[list[PathedLayer], list[PathedLayer]]:
+    """Return the layers of both sides with paths renamed by `names`, one expression after the other. Only templates
+    rename the target's.
 
     Raises:
         PortError: an expression matches no path, a replacement refers to a missing group, or two layers get the same
             path.
     """
+    templates = {pattern: replacement for pattern, replacement in names.items() if is_template(pattern)}
+    names = {pattern: replacement for pattern, replacement in names.items() if pattern not in templates}
+    renamed = _renamed_layers(source, names)
+    return apply_templates(renamed, [(layer.path, layer) for layer in target], templates)
+
+
+def _renamed_layers(source: Sequence[NativeLayer], names: Mapping[str, str]) -> list[PathedLayer]:
     found = []
     used = set()
     for layer in source:
