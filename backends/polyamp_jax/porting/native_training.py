@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import ArgumentError, describe_value
+from polyamp.errors import ArgumentError, describe_value, join_first
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
 from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
+from polyamp_jax.porting.optax_masks import masked_parts
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
 from polyamp_jax.step.optimizer_metadata import optimizer_metadata
 
@@ -37,6 +38,8 @@ _UNKNOWN_HYPERPARAMETERS_NOTE: Final = (
     "an optax state does not say its hyperparameters, which are not compared: training(model, (transformation, state)) "
     "does"
 )
+_MASKED_PATH: Final = re.compile(r"(^|\.)(masked|partition)\.")
+"""Path of a number in a part that is masked."""
 _UNSUPPORTED: Final = (
     (r"scale_by_adam\.nesterov$", False, "optax.adam with nesterov=True (NAdam)"),
     (r"scale_by_stddev\.bias_correction$|scale_by_rms\.bias_correction$", False, "bias correction in an RMSprop"),
@@ -76,7 +79,7 @@ class JaxTraining:
     @property
     def layout(self) -> OptimizerLayout:
         transformation, state = _split_optimizer(self.optimizer)
-        return read_optimizer_layout(state, transformation, list(named_leaves(self._parts.params)))
+        return read_optimizer_layout(state, transformation, self._parts.params)
 
     @property
     def scaler(self) -> Mapping[str, Any]:
@@ -104,45 +107,94 @@ class JaxTraining:
         return JaxTraining(model, optimizer, scaler)
 
 
-def read_optimizer_layout(state: Any, transformation: Any, parameters: Sequence[str]) -> OptimizerLayout:
+def read_optimizer_layout(state: Any, transformation: Any, params: Any) -> OptimizerLayout:
     """Return the layout of an optax state: the meaning of each array, and the hyperparameters.
 
     Args:
         state: the state.
         transformation: the transformation of that state; None if unknown, then hyperparameters are not compared.
-        parameters: paths of the parameters, in the order of their leaves.
+        params: the parameters.
     """
+    parameters = list(named_leaves(params))
     found = inspect_optax_state(state, parameters)
-    settings: dict[str, Any] = {"type": found.kind}
+    distinct: list[dict[str, Any]] = [{"type": found.kind}]
+    leaf_sets = dict.fromkeys(parameters, 0)
     notes, refused = [], list(found.refused)
     if transformation is None:
         notes.append(_UNKNOWN_HYPERPARAMETERS_NOTE)
     else:
         numbers = optimizer_metadata(transformation)
-        settings |= _hyperparameters(numbers)
+        kind = "adamw" if found.kind == "adam" and _has_decoupled_decay(numbers) else found.kind
+        distinct, leaf_sets, said = _leaf_settings(kind, transformation, numbers, params)
         refused += [what for ending, plain, what in _UNSUPPORTED if _has_other_value(numbers, ending, plain)]
         notes += [what for ending, plain, what in _FORMULA_NOTES if _has_other_value(numbers, ending, plain)]
-        if "learning_rate" not in settings:
+        if not any("learning_rate" in settings for settings in distinct):
             notes.append("optax's learning rate is no number, but a schedule or several: it is not compared")
         notes += [
             f"optax clips gradients by a global norm of {value:g}; a recipe does with clip_norm="
             for path, value in numbers.items()
             if path.endswith("clip_by_global_norm.max_norm")
         ]
-        if settings["type"] == "adam" and _has_decoupled_decay(numbers):
-            settings["type"] = "adamw"
+        notes += said
     notes += dict.fromkeys(found.notes)
     if "square_avg" in found.slots and "momentum" in found.slots and _has_rate_before_momentum(found.order):
         refused.append("optax.rmsprop's momentum, which holds learning rates (chain scale_by_rms, trace and the rate)")
     return OptimizerLayout(
-        found.slots,
-        found.counts,
-        [settings],
-        dict.fromkeys(parameters, 0),
-        found.positions,
-        notes=notes,
-        refused=refused,
+        found.slots, found.counts, distinct, leaf_sets, found.positions, notes=notes, refused=refused
     )
+
+
+def _leaf_settings(
+    kind: str, transformation: Any, numbers: Mapping[str, Any], params: Any
+) -> tuple[list[dict[str, Any]], dict[str, int], list[str]]:
+    """Return sets of hyperparameters, parameter -> index of its set, and notes.
+
+    A parameter that a masked optimizer leaves out has no set: optax does not train it with this optimizer.
+
+    Args:
+        kind: kind of optimizer.
+        transformation: the transformation.
+        numbers: the numbers in its closures.
+        params: the parameters.
+    """
+    plain = {path: value for path, value in numbers.items() if not _MASKED_PATH.search(path)}
+    shared = {"type": kind, **_hyperparameters(plain)}
+    parameters = list(named_leaves(params))
+    settings: dict[str, dict[str, Any]] = {name: dict(shared) for name in parameters}
+    optimized: set[str] | None = None
+    frozen: set[str] = set()
+    notes = []
+    for part in masked_parts(transformation, params):
+        inner = optimizer_metadata(part.inner)
+        own = _hyperparameters(inner)
+        if part.leaves is None:
+            notes.append(
+                f"an optax mask cannot be read without the training loop, so that {', '.join(own) or 'what it masks'} "
+                "is not compared"
+            )
+            settings = {name: {key: each[key] for key in each if key not in own} for name, each in settings.items()}
+            optimized = set(parameters)
+            continue
+        for name in parameters:
+            if name in part.leaves:
+                settings[name] |= own
+            elif "weight_decay" in own:
+                settings[name].setdefault("weight_decay", 0.0)
+        if own.keys() - {"weight_decay"}:
+            optimized = (optimized or set()) | part.leaves
+        if any("set_to_zero" in path for path in inner):
+            frozen |= part.leaves
+    trained = (set(parameters) if optimized is None else optimized) - frozen
+    if left := [name for name in parameters if name not in trained]:
+        notes.append(
+            f"optax's masks leave {join_first(left, 3)} out of the optimizer, and the target's recipe does not: freeze "
+            "them in the target, or give them a group"
+        )
+        settings = {name: each for name, each in settings.items() if name in trained}
+    distinct: list[dict[str, Any]] = []
+    for each in settings.values():
+        distinct += [each] if each not in distinct else []
+    return distinct or [shared], {name: distinct.index(each) for name, each in settings.items()}, notes
 
 
 def _has_rate_before_momentum(order: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ class JaxStateConverter:
         if not is_spec(state.recipe.optimizer):
             from polyamp_jax.porting.native_training import read_optimizer_layout
 
-            return read_optimizer_layout(state.opt_state, state.recipe.optimizer, names)
+            return read_optimizer_layout(state.opt_state, state.recipe.optimizer, state.params)
         found = inspect_optax_state(state.opt_state, names)
         distinct, numbers = member_settings(state.groups)
         return OptimizerLayout(found.slots, found.counts, distinct, numbers, found.positions)

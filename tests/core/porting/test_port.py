@@ -270,7 +270,8 @@ def test_a_warning_names_what_differs_for_who_does_not_print_the_report() -> Non
         warn_of_differences(PortReport([], some), 1)
     assert [str(each.message) for each in caught] == [
         "what the weights do not carry differs: m0: epsilon is 0.001, in the source (n0) 1e-05; m2: epsilon is 0.001, "
-        "in the source (n2) 1e-05; m1: momentum is 0.001, in the source (n1) 1e-05; and 1 more, print(report) shows them"
+        "in the source (n2) 1e-05; m1: momentum is 0.001, in the source (n1) 1e-05; and 1 more, print(report) shows "
+        "them"
     ]
     assert caught[0].filename == __file__
 

@@ -142,6 +142,77 @@ def test_what_differs_is_reported() -> None:
     assert any("learning rate is no number" in note for note in report.notes)
 
 
+KERNELS = {"dense0": {"bias": False, "kernel": True}, "dense1": {"bias": False, "kernel": True}}
+
+
+def kernels(params: Any) -> Any:
+    return jax.tree.map(lambda array: array.ndim > 1, params)
+
+
+@pytest.mark.parametrize("mask", [KERNELS, kernels, lambda params: {name: kernels(params[name]) for name in params}])
+def test_a_mask_of_the_decay_is_read(mask: Any) -> None:
+    made = model(0)
+    tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
+    source = porting.training(made, (tx, tx.init(made[1]["params"])))
+    masked = polyamp.adamw(1e-2, weight_decay=0.1, groups=polyamp.no_decay("bias"))
+    _, report = polyamp.port(source, polyamp.init(model(1), polyamp.Recipe(scaler="off", optimizer=masked)))
+    assert report.recipe == []
+    plain = polyamp.adamw(1e-2, weight_decay=0.1)
+    _, report = polyamp.port(source, polyamp.init(model(1), polyamp.Recipe(scaler="off", optimizer=plain)))
+    assert [str(each) for each in report.recipe] == ["optimizer.weight_decay of dense0/bias and 1 more: 0.0 -> 0.1"]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.adam(1e-2), optax.masked(optax.set_to_zero(), {"dense0": True, "dense1": False})),
+        optax.multi_transform({"on": optax.adam(1e-2), "off": optax.set_to_zero()}, {"dense0": "off", "dense1": "on"}),
+        optax.masked(optax.adam(1e-2), {"dense0": False, "dense1": True}),
+    ],
+)
+def test_parameters_that_a_mask_leaves_out_are_named(tx: Any) -> None:
+    made = model(0)
+    params = made[1]["params"]
+    _, report = polyamp.port(
+        porting.training(made, (tx, tx.init(params))),
+        polyamp.init(model(1), polyamp.Recipe(scaler="off", optimizer=polyamp.adam(0.1))),
+    )
+    assert [str(each) for each in report.recipe] == ["optimizer.learning_rate: 0.01 -> 0.1"]
+    said = "optax's masks leave dense0/bias, dense0/kernel out of the optimizer, and the target's recipe does not"
+    assert any(note.startswith(said) for note in report.notes), report.notes
+
+
+def test_optimizers_of_several_groups_are_compared_for_each() -> None:
+    made = model(0)
+    labels = {"dense0": "slow", "dense1": "fast"}
+    tx = optax.multi_transform({"slow": optax.adam(1e-3), "fast": optax.adam(1e-2)}, labels)
+    group = polyamp.Group("dense0/**", learning_rate_scale=0.1)
+    target = polyamp.init(
+        model(1), polyamp.Recipe(scaler="off", optimizer=polyamp.adam(1e-2, groups=[group], eps=1e-7))
+    )
+    _, report = polyamp.port(porting.training(made, (tx, tx.init(made[1]["params"]))), target)
+    assert [str(each) for each in report.recipe] == ["optimizer.eps: 1e-08 -> 1e-07"]
+
+
+def test_a_mask_that_cannot_be_read_is_said_and_never_taken_as_none() -> None:
+    made = model(0)
+    is_known: list[bool] = []
+
+    def mask(params: Any) -> Any:
+        if is_known:
+            raise RuntimeError("only in the loop")
+        return kernels(params)
+
+    tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
+    source = porting.training(made, (tx, tx.init(made[1]["params"])))
+    is_known.append(True)
+    recipe = polyamp.Recipe(scaler="off", optimizer=polyamp.adamw(1e-2, weight_decay=0.1))
+    _, report = polyamp.port(source, polyamp.init(model(1), recipe))
+    assert report.recipe == []
+    said = "an optax mask cannot be read without the training loop, so that weight_decay is not compared"
+    assert said in report.notes
+
+
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
