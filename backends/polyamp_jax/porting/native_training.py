@@ -6,6 +6,7 @@ These scales are recognised by their fields, so that neither library is imported
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.porting.optax_masks import masked_parts
+from polyamp_jax.porting.optimizer_holder import OptimizerHolder
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
 from polyamp_jax.step.optimizer_metadata import optimizer_metadata
 
@@ -55,7 +57,7 @@ class JaxTraining:
 
     Attributes:
         model: as `polyamp.init` accepts it.
-        optimizer: an optax state, an object with one as `opt_state` (flax's TrainState), or `(transformation, state)`.
+        optimizer: an optax state, `(transformation, state)`, flax's `TrainState`, or `nnx.Optimizer`.
         loss_scaler: a `DynamicScale`, or one of jmp's scales; None if there is none.
     """
 
@@ -64,6 +66,7 @@ class JaxTraining:
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
         self._parts = adapt(model)
+        self._holder = OptimizerHolder(optimizer)
         self._fields = _scaler_fields(loss_scaler)
 
     @classmethod
@@ -72,34 +75,39 @@ class JaxTraining:
         if optimizer is None:
             raise ArgumentError(
                 "training(model, optimizer, scaler): over JAX the optimizer is an optax state, or (transformation, "
-                "state), which says its hyperparameters too, or flax's TrainState. Received: optimizer=None."
+                "state), which says its hyperparameters too, or flax's TrainState or nnx.Optimizer. Received: "
+                "optimizer=None."
             )
         return cls(model, optimizer, scaler)
 
-    @property
+    @functools.cached_property
     def layout(self) -> OptimizerLayout:
-        transformation, state = _split_optimizer(self.optimizer)
-        return read_optimizer_layout(state, transformation, self._parts.params)
+        return read_optimizer_layout(self._holder.state, self._holder.transformation, self._parts.params)
 
     @property
     def scaler(self) -> Mapping[str, Any]:
         return {} if self._fields is None else {**PRESETS[self._fields.preset], **self._fields.constants}
 
     def arrays(self) -> dict[str, Array]:
-        held = _state_tree(self._parts.params, self._parts.running, _split_optimizer(self.optimizer)[1])
+        held = _state_tree(self._parts.params, self._parts.running, self._holder.state)
         arrays = {name: to_numpy(leaf) for name, leaf in named_leaves(held).items()}
         if self._fields is not None:
             arrays |= {f"loss_scale/{name}": np.asarray(value) for name, value in self._fields.state.items()}
+        if self._holder.step is not None:
+            counters = {count.array for count in self.layout.counts.values()} | set(self.layout.positions)
+            applied = max((int(arrays[name]) for name in counters), default=self._holder.step)
+            arrays["step"] = np.asarray(applied, np.int32)  # the holder's own counts skipped steps too
         return arrays
 
     def replaced(self, arrays: Mapping[str, Array]) -> JaxTraining:
-        held = _state_tree(self._parts.params, self._parts.running, _split_optimizer(self.optimizer)[1])
+        held = _state_tree(self._parts.params, self._parts.running, self._holder.state)
         names = list(named_leaves(held))
         leaves, structure = jax.tree.flatten(held)
         made = [_array_like(leaf, arrays[name]) for name, leaf in zip(names, leaves, strict=True)]
         new = jax.tree.unflatten(structure, made)
         model = self._parts.adapter.join(new["model"], self._parts.running._replace(statistics=new["running"]))
-        optimizer = _with_state(self.optimizer, new["optimizer"], new["model"])
+        step = int(arrays["step"]) if "step" in arrays else None
+        optimizer = self._holder.replaced(new["optimizer"], new["model"], model, step)
         scaler = self.loss_scaler
         if self._fields is not None:
             state = {name: arrays[f"loss_scale/{name}"].item() for name in self._fields.state}
@@ -235,29 +243,6 @@ def _has_decoupled_decay(numbers: Mapping[str, Any]) -> bool:
 
 def _has_other_value(numbers: Mapping[str, Any], ending: str, plain: Any) -> bool:
     return any(value != plain for path, value in numbers.items() if re.search(ending, path))
-
-
-def _split_optimizer(optimizer: Any) -> tuple[Any, Any]:
-    """Return (transformation or None, state) of the optimizer argument."""
-    if isinstance(optimizer, tuple) and len(optimizer) == 2 and callable(getattr(optimizer[0], "update", None)):
-        return optimizer[0], optimizer[1]
-    if hasattr(optimizer, "opt_state"):
-        return getattr(optimizer, "tx", None), optimizer.opt_state
-    return None, optimizer
-
-
-def _with_state(optimizer: Any, state: Any, params: Any) -> Any:
-    """Return the optimizer argument with another state."""
-    if isinstance(optimizer, tuple) and len(optimizer) == 2 and callable(getattr(optimizer[0], "update", None)):
-        return optimizer[0], state
-    if hasattr(optimizer, "opt_state"):
-        if not callable(getattr(optimizer, "replace", None)) or not hasattr(optimizer, "params"):
-            raise ArgumentError(
-                "training(model, optimizer, scaler): of what holds an optax state only flax's TrainState can be made "
-                f"anew. Received: {describe_value(optimizer)}. Give (transformation, state)."
-            )
-        return optimizer.replace(opt_state=state, params=params)
-    return state
 
 
 def _state_tree(params: Any, running: RunningState, state: Any) -> dict[str, Any]:

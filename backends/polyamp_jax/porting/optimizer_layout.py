@@ -71,6 +71,8 @@ def inspect_optax_state(opt_state: Any, parameters: Sequence[str]) -> OptaxEntri
     for slot, names in found.slots.items():
         if found.kinds.count("adam") > 1 and len(names) != len(set(names.values())):
             found.refused.append(f"several arrays for the {slot} of one parameter")
+        if parameters and not names:
+            found.refused.append(f"the arrays of its {slot} have the names of none of the model's parameters")
     return found
 
 

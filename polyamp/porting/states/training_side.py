@@ -74,14 +74,15 @@ def training(model: Any, optimizer: Any = None, scaler: Any = None, *, step: int
     |---|---|---|
     | torch | a `torch.optim` optimizer with a spec, or (to read) its `state_dict()` | `GradScaler`; the same |
     | Keras | Keras's, or a `LossScaleOptimizer` around it; None: the compiled model's | None: it is in the optimizer |
-    | JAX | an optax state, better `(transformation, state)`, or flax's `TrainState` | `DynamicScale`, jmp's, or None |
+    | JAX | an optax state, better `(transformation, state)`, flax's `TrainState` or `nnx.Optimizer` | `DynamicScale`, \
+jmp's, or None |
 
     Args:
         model: as `polyamp.init` accepts it, with its weights.
         optimizer: see above.
         scaler: see above.
-        step: number of applied updates, which polyamp's schedules follow. Required if the optimizer does not count
-            them: torch's SGD, optax's without a schedule.
+        step: number of applied updates, which polyamp's schedules follow. Required if neither the optimizer counts
+            them (torch's SGD, optax's without a schedule) nor what holds it (`TrainState.step`, `nnx.Optimizer.step`).
 
     As a target it is filled in place in torch and Keras. In JAX a new `Training` of three parts is returned.
 
@@ -188,6 +189,7 @@ def _side_of_native_training(given: Training, known: Inventory | None) -> Traini
     converter, states = find_converters(backend)
     native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)
     held = native.arrays()
+    has_step = "step" in held
     if given.step is not None:
         held["step"] = np.asarray(given.step, np.int32)
     name = f"the {backend.name} training"
@@ -196,7 +198,7 @@ def _side_of_native_training(given: Training, known: Inventory | None) -> Traini
     settings = {} if scaler is None else {"scaler": {field: getattr(scaler, field) for field in _SCALER_RULE_FIELDS}}
 
     def replace_arrays(new: Mapping[str, Array]) -> Training:
-        made = native.replaced({name: array for name, array in new.items() if name != "step"})
+        made = native.replaced({name: array for name, array in new.items() if name != "step" or has_step})
         return Training(made.model, made.optimizer, made.loss_scaler, None if given.step is None else int(new["step"]))
 
     return TrainingSide(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import jmp
@@ -13,6 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 
 import polyamp
 from polyamp import porting
@@ -228,6 +231,108 @@ def test_what_has_no_counterpart_is_refused_by_name(tx: Any, message: str) -> No
     state = polyamp.init(model(1), polyamp.Recipe(optimizer=polyamp.adam(1e-2)))
     with pytest.raises(PortError, match=message):
         polyamp.port(porting.training(made, (tx, tx.init(made[1]["params"]))), state)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, seed: int) -> None:
+        self.dense0 = nnx.Linear(4, 3, rngs=nnx.Rngs(seed))
+        self.dense1 = nnx.Linear(3, 1, rngs=nnx.Rngs(seed + 1))
+
+    def __call__(self, x: Any) -> Any:
+        return self.dense1(nnx.relu(self.dense0(x)))
+
+
+def trained_state() -> Any:
+    """A state after seven updates."""
+    state = polyamp.init(model(0), polyamp.Recipe(scaler="off", optimizer=polyamp.adam(1e-2)))
+    step = polyamp.train_step(loss_fn, state.recipe)
+    for number in range(4, 11):
+        state, _ = step(state, batch(number))
+    return state
+
+
+def canonical(training: Any) -> dict[str, Any]:
+    """Slots and counts in the canonical layout."""
+    found = porting.training_state(training)
+    slots = {f"{slot}/{name}": array.read() for slot, each in found.slots.items() for name, array in each.items()}
+    return {**slots, **found.counts, "step": found.step}
+
+
+@pytest.mark.parametrize("holder", ["Optimizer", "ModelAndOptimizer", "pair"])
+def test_an_nnx_optimizer_goes_on_and_comes_back(holder: str) -> None:
+    source, net = trained_state(), NnxNet(1)
+    own: Any = nnx.ModelAndOptimizer if holder == "ModelAndOptimizer" else nnx.Optimizer
+    optimizer: Any = own(net, optax.adam(1e-2), wrt=nnx.Param)
+    given = (optimizer.tx, optimizer.opt_state) if holder == "pair" else optimizer
+    moved, report = polyamp.port(source, porting.training(net, given))
+    assert report.clean
+    assert not [note for note in report.notes if "begins anew" in note]
+    there, here = canonical(moved), canonical(source)
+    assert all(np.array_equal(there[name], here[name]) for name in here)
+    assert here["step"] == 7
+    assert int(optimizer.opt_state[0].count.get_value()) == 0  # the given one is as it was
+    if holder == "pair":
+        return
+    assert int(moved.optimizer.step.get_value()) == 7
+    held = getattr(moved.optimizer, "model", moved.model)
+    assert held is moved.model
+    arguments = () if holder == "ModelAndOptimizer" else (moved.model,)
+    grads = nnx.grad(lambda net: jnp.mean(net(batch(0)[0]) ** 2))(moved.model)
+    moved.optimizer.update(*arguments, grads)
+    assert int(moved.optimizer.step.get_value()) == 8
+    back, _ = polyamp.port(moved, polyamp.init(model(3), source.recipe))
+    assert int(back.step) == 8
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1e-2), optax.adam(1e-2)])
+def test_the_steps_of_a_train_state_go_on(tx: Any) -> None:
+    """They count skipped steps too: where the optimizer counts its updates, these are the applied ones."""
+    made = model(0)
+    held = TrainState.create(apply_fn=None, params=made[1]["params"], tx=tx).replace(step=9)
+    counts = tx is not None and len(jax.tree.leaves(held.opt_state)) > 0
+    optimizer = polyamp.adam(1e-2) if counts else polyamp.sgd(1e-2)
+    state, report = polyamp.port(
+        porting.training(made, held), polyamp.init(model(1), polyamp.Recipe(scaler="off", optimizer=optimizer))
+    )
+    assert int(state.step) == (0 if counts else 9)
+    assert not [note for note in report.notes if "does not count its updates" in note]
+    for step in (0, jnp.int32(0)):
+        target = porting.training(model(2), held.replace(step=step))
+        moved, _ = polyamp.port(state, target)
+        assert int(moved.optimizer.step) == int(state.step)
+        assert isinstance(moved.optimizer.step, type(step)) or isinstance(step, jax.Array)
+
+
+def test_equinox_and_haiku_are_targets() -> None:
+    source, tx = trained_state(), optax.adam(1e-2)
+
+    class Equinox(eqx.Module):
+        dense0: eqx.nn.Linear
+        dense1: eqx.nn.Linear
+
+        def __call__(self, x: Any) -> Any:
+            return jax.vmap(self.dense1)(jax.nn.relu(jax.vmap(self.dense0)(x)))
+
+    def net(x: Any) -> Any:
+        return hk.Linear(1, name="dense1")(jax.nn.relu(hk.Linear(3, name="dense0")(x)))
+
+    key = jax.random.key(3)
+    module = Equinox(eqx.nn.Linear(4, 3, key=key), eqx.nn.Linear(3, 1, key=key))
+    haiku = hk.without_apply_rng(hk.transform(net))
+    params = haiku.init(key, jnp.zeros((1, 4)))
+    for target, arrays in ((module, eqx.filter(module, eqx.is_inexact_array)), ((haiku, params), params)):
+        for made in (porting.training(target, (tx, tx.init(arrays)), step=0), polyamp.init(target, source.recipe)):
+            moved, report = polyamp.port(source, made)
+            assert report.clean
+            there, here = canonical(moved), canonical(source)
+            assert all(np.array_equal(there[name], here[name]) for name in here), report
+
+
+def test_a_state_of_another_models_parameters_is_refused() -> None:
+    made, tx = model(0), optax.adam(1e-2)
+    source = porting.training(made, (tx, tx.init({"other": jnp.zeros(3)})))
+    with pytest.raises(PortError, match="the arrays of its exp_avg have the names of none of the model's parameters"):
+        polyamp.port(source, polyamp.init(model(1), polyamp.Recipe(optimizer=polyamp.adam(1e-2))))
 
 
 def test_scales_that_do_not_move_and_none() -> None:
