@@ -14,7 +14,7 @@ from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.input_order import ChannelPosition
 from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
-from polyamp.porting.layouts.lazy_array import Array
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.matching.attribute_differences import format_differences
 from polyamp.porting.matching.flatten_order import ChannelOrder
 from polyamp.porting.matching.matching import LayerMatch
@@ -257,10 +257,17 @@ def _gradient_errors(
 ) -> dict[str, float]:
     """Return the gradient errors, in canonical layout, of parameters trained on both sides."""
     largest = max((float(np.max(np.abs(each))) for each in one.gradients.values() if each.size), default=0.0)
+    gradients = [
+        (
+            canonical_gradients(each.source, each.fit.source, one.gradients),
+            canonical_gradients(each.target, each.fit.target, two.gradients),
+        )
+        for each in pairs
+    ]
+    for side in (0, 1):
+        _add_tied_gradients(gradients, pairs, side)
     found = {}
-    for each in pairs:
-        ours = canonical_gradients(each.source, each.fit.source, one.gradients)
-        theirs = canonical_gradients(each.target, each.fit.target, two.gradients)
+    for each, (ours, theirs) in zip(pairs, gradients, strict=True):
         if not ours or not theirs:
             continue
         if each.target.path in orders:
@@ -270,3 +277,41 @@ def _gradient_errors(
                 ours[name].read(), theirs[name].read(), _FLOOR * largest
             )
     return found
+
+
+def _add_tied_gradients(
+    gradients: Sequence[tuple[dict[str, Lazy], dict[str, Lazy]]], pairs: Sequence[LayerMatch], side: int
+) -> None:
+    """Add the gradients of arrays that one side alone ties to another array to those of that array. Where it is one
+    array in two places its gradient is the sum.
+
+    Args:
+        gradients: canonical gradients of every pair, of the source and of the target; changed in place.
+        pairs: the pairs.
+        side: the side with the ties, 0 for the source.
+    """
+    sides = [((each.source, each.fit.source), (each.target, each.fit.target))[side] for each in pairs]
+    owners = {
+        leaf.name: (number, name)
+        for number, (layer, _) in enumerate(sides)
+        for name, leaf in layer.leaves.items()
+        if leaf.tied is None
+    }
+    for number, (layer, form) in enumerate(sides):
+        for rule in form.rules:
+            tied = layer.leaves[rule.native[0]].tied
+            if len(rule.native) > 1 or len(rule.canonical) > 1 or tied not in owners:
+                continue
+            gradient = gradients[number][1 - side].pop(rule.canonical[0], None)
+            if gradient is None:  # the other side ties it too
+                continue
+            made = dataclasses.replace(form, rules=(rule,)).leaves(
+                {rule.canonical[0]: gradient}, layer.arrays, moments=True
+            )
+            owner, name = owners[tied]
+            own = dataclasses.replace(
+                sides[owner][1], rules=tuple(each for each in sides[owner][1].rules if each.native == (name,))
+            )
+            for canonical, part in own.arrays({name: made[rule.native[0]]}, gradients=True).items():
+                whole = gradients[owner][1 - side]
+                whole[canonical] = Lazy.of(part.read() + whole[canonical].read()) if canonical in whole else part

@@ -194,3 +194,20 @@ def test_a_bidirectional_layer_defined_after_its_halves_is_no_difference() -> No
 
     reverse = {layer.path: layer.forms[0].attributes.get("reverse") for layer in CONVERTER.inventory(Net()).layers}
     assert reverse == {"first/cell": False, "second/cell": True}
+
+
+def test_s30_a_tied_kernel_into_an_untied_one_passes_the_check() -> None:
+    class Net(nnx.Module):
+        def __init__(self, seed: int, *, tied: bool) -> None:
+            rngs = nnx.Rngs(seed)
+            self.first, self.second = (nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(2))
+            if tied:
+                self.second.kernel = self.first.kernel
+
+        def __call__(self, x: Any) -> Any:
+            return self.second(jnp.tanh(self.first(x)))
+
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    _, report = polyamp.port(Net(0, tied=True), Net(1, tied=False), check=x)
+    assert report.checked is not None
+    assert report.checked.gradients["first/kernel"] < 1e-5

@@ -134,3 +134,30 @@ def test_what_cannot_be_evaluated_is_said() -> None:
 
     with pytest.raises(PortError, match=r"the model's output has no tensor to compare\. Received: None"):
         evaluate(Silent(2, 2), np.ones((1, 2)))
+
+
+class TiedModel(nn.Module):
+    def __init__(self, *, tied: bool, factor: float = 1.0) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.factor = factor
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Any) -> Any:
+        table = self.table(tokens)
+        table = table.detach() + self.factor * (table - table.detach())  # the same values, another gradient
+        return self.head(torch.tanh(self.body(table)))
+
+
+@pytest.mark.parametrize("tied", [(True, False), (False, True), (True, True)])
+def test_s30_the_gradient_of_a_tied_array_is_the_sum_of_those_of_two(tied: tuple[bool, bool]) -> None:
+    tokens = np.random.default_rng(0).integers(0, 7, (3, 5))
+    source = TiedModel(tied=tied[0])
+    source.head.weight.data = source.table.weight.data.clone() if not tied[0] else source.table.weight.data
+    _, report = polyamp.port(source, TiedModel(tied=tied[1]), check=tokens)
+    assert report.checked is not None
+    assert set(report.checked.gradients) == {"table/table", "body/kernel", "body/bias"}
+    assert max(report.checked.gradients.values()) < 1e-5
+    with pytest.raises(PortError, match="the gradient of table/table differs"):
+        polyamp.port(source, TiedModel(tied=tied[1], factor=0.5), check=tokens)
