@@ -10,7 +10,8 @@ import numpy as np
 from polyamp.porting.states.optimizer_layout import NativeTraining, OptimizerLayout, StateConverter
 from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp.recipe.optimizers import is_spec
-from polyamp_jax.arrays import named_leaves
+from polyamp_jax.arrays import named_leaves, to_numpy
+from polyamp_jax.models.libraries import adapt
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
 
 
@@ -31,6 +32,10 @@ class JaxStateConverter:
         from polyamp_jax.porting.native_training import JaxTraining
 
         return JaxTraining.of(model, optimizer, scaler)
+
+    def running_arrays(self, model: Any) -> dict[str, np.ndarray[Any, Any]]:
+        statistics = adapt(model).running.statistics
+        return {name: to_numpy(leaf) for name, leaf in named_leaves({"running": statistics}).items()}
 
 
 STATE_CONVERTER: Final[StateConverter] = JaxStateConverter()

@@ -148,6 +148,15 @@ class StateConverter(Protocol):
 
 
 @runtime_checkable
+class HasRunningArrays(Protocol):
+    """State converter of a framework whose checkpoints do not store all running statistics under the names that the
+    model's inventory gives them (equinox numbers what its `State` holds)."""
+
+    def running_arrays(self, model: Any) -> dict[str, Array]:
+        """Return the running statistics of a model under their names in an export, `running/...`."""
+
+
+@runtime_checkable
 class HasStateConverter(Protocol):
     """Backend whose training states can be moved to and from other frameworks."""
 

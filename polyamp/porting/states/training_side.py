@@ -18,9 +18,10 @@ from polyamp.contract.backend import Backend, State
 from polyamp.errors import ArgumentError, CheckpointError, PortError, UnsupportedError, describe_value
 from polyamp.porting.layouts.converter import Converter, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy_array import Array
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.states.checkpoint_metadata import read_state_metadata as read_description
 from polyamp.porting.states.optimizer_layout import (
+    HasRunningArrays,
     HasStateConverter,
     NativeTraining,
     OptimizerLayout,
@@ -152,7 +153,7 @@ def make_training_side(value: Any, *, target: bool, inventory: Inventory | None 
     if isinstance(value, Training):
         return _side_of_native_training(value, inventory)
     if is_state(value):
-        return _side_of_state(value, inventory, target=target)
+        return _side_of_state(value, inventory)
     if isinstance(value, str | os.PathLike) and not target:
         return _side_of_checkpoint(value)
     accepted = (
@@ -164,13 +165,11 @@ def make_training_side(value: Any, *, target: bool, inventory: Inventory | None 
     )
 
 
-def _side_of_state(state: Any, known: Inventory | None, *, target: bool) -> TrainingSide:
+def _side_of_state(state: Any, known: Inventory | None) -> TrainingSide:
     backend: Backend = cast("State[Any]", state).backend
     converter, states = find_converters(backend)
     name = f"the {backend.name} state"
-    inventory, arrays, leaves = _name_leaves(
-        name, converter, state.model, backend.export_state(state), known, has_numbered_arrays=not target
-    )
+    inventory, arrays, leaves = _name_leaves(name, converter, state.model, backend.export_state(state), known)
     return TrainingSide(
         name,
         inventory,
@@ -180,7 +179,7 @@ def _side_of_state(state: Any, known: Inventory | None, *, target: bool) -> Trai
         lambda: recipe_changes.state_settings(state),
         state.recipe.loss_scaler,
         True,
-        lambda new: backend.import_state(state, new),
+        lambda new: backend.import_state(state, _unnamed_arrays(state.model, converter, states, leaves, new)),
     )
 
 
@@ -193,11 +192,12 @@ def _side_of_native_training(given: Training, known: Inventory | None) -> Traini
     if given.step is not None:
         held["step"] = np.asarray(given.step, np.int32)
     name = f"the {backend.name} training"
-    inventory, arrays, leaves = _name_leaves(name, converter, native.model, held, known, has_numbered_arrays=False)
+    inventory, arrays, leaves = _name_leaves(name, converter, native.model, held, known)
     scaler = LossScaler(**native.scaler) if native.scaler else None
     settings = {} if scaler is None else {"scaler": {field: getattr(scaler, field) for field in _SCALER_RULE_FIELDS}}
 
     def replace_arrays(new: Mapping[str, Array]) -> Training:
+        new = _unnamed_arrays(native.model, converter, states, leaves, new)
         made = native.replaced({name: array for name, array in new.items() if name != "step" or has_step})
         return Training(made.model, made.optimizer, made.loss_scaler, None if given.step is None else int(new["step"]))
 
@@ -268,15 +268,10 @@ def find_converters(backend: Backend) -> tuple[Converter, StateConverter]:
 
 
 def _name_leaves(
-    name: str,
-    converter: Converter,
-    model: Any,
-    arrays: Mapping[str, Array],
-    known: Inventory | None,
-    *,
-    has_numbered_arrays: bool,
+    name: str, converter: Converter, model: Any, arrays: Mapping[str, Array], known: Inventory | None
 ) -> tuple[Inventory, Mapping[str, Array], dict[str, str]]:
-    """Return the layers of a model, its arrays, and the name of each leaf's array.
+    """Return the layers of a model, its arrays, and the name of each leaf's array. Statistics that an export stores
+    under numbers (equinox's `State`) get the model's names too.
 
     Args:
         name: name of the side for messages.
@@ -284,8 +279,6 @@ def _name_leaves(
         model: the model.
         arrays: every array by name.
         known: the layers of the model if they are known; they are used if each of their leaves has an array.
-        has_numbered_arrays: whether statistics that a checkpoint stores under numbers (equinox's `State`) get the
-            model's names too.
     """
     if known is not None:
         leaves, lost = map_leaf_arrays(known, arrays)
@@ -293,18 +286,34 @@ def _name_leaves(
             return known, arrays, leaves
     inventory = converter.inventory(model)
     leaves, lost = map_leaf_arrays(inventory, arrays)
-    if lost and has_numbered_arrays:
-        arrays = {**arrays, **_rename_numbered_arrays(inventory, set(lost))}
+    if lost:
+        arrays = {**arrays, **_statistics_by_name(inventory, set(lost))}
         leaves, lost = map_leaf_arrays(inventory, arrays)
     if lost:
         raise PortError(f"{name}: {unnamed_leaves_reason(lost)}")
     return inventory, arrays, leaves
 
 
-def _rename_numbered_arrays(inventory: Inventory, lost: set[str]) -> dict[str, Array]:
+def _statistics_by_name(inventory: Inventory, lost: set[str]) -> dict[str, Array]:
     return {
         f"running/{leaf.tied or leaf.name}": leaf.array.read()
         for layer in inventory.layers
         for leaf in layer.leaves.values()
         if leaf.name in lost and not leaf.trainable
     }
+
+
+def _unnamed_arrays(
+    model: Any, converter: Converter, states: StateConverter, leaves: Mapping[str, str], new: Mapping[str, Array]
+) -> Mapping[str, Array]:
+    """Return new arrays under the names of an export: those of statistics that it numbers come from a model that is
+    filled with them."""
+    if not isinstance(states, HasRunningArrays):
+        return new
+    own = states.running_arrays(model)
+    named = {leaf: array for leaf, array in leaves.items() if array.startswith("running/") and array not in own}
+    if not named:
+        return new
+    filled = converter.fill(model, {leaf: Lazy.of(new[array]) for leaf, array in named.items()})
+    kept = {name: array for name, array in new.items() if name not in named.values()}
+    return {**kept, **states.running_arrays(filled)}
