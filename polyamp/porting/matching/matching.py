@@ -16,6 +16,7 @@ from polyamp.porting.matching import attention_groups, neighbour_pairing
 from polyamp.porting.matching.layer_fit import LayerFit, find_layer_fit
 from polyamp.porting.matching.module_tree import ModuleNode, build_module_tree, count_values, is_in_call_order
 from polyamp.porting.matching.pairing import pair_nodes
+from polyamp.porting.matching.path_spelling import share_spelling
 from polyamp.porting.matching.rename_rules import apply_rename_rules
 
 _Sides = tuple[list[ModuleNode], list[ModuleNode]]
@@ -102,6 +103,7 @@ def match_layers(
         (source.ordered and is_in_call_order(source.layers), target.ordered and is_in_call_order(target.layers)),
         absent_bias=absent_bias,
     )
+    ours, theirs = share_spelling(ours, theirs)
     trees = [
         build_module_tree(layers, tied=each, biases=not absent_bias)
         for layers, each in zip((ours, theirs), tied, strict=True)

@@ -114,6 +114,19 @@ def test_names_win_over_the_order() -> None:
     assert paired(one, other) == {"q": "query", "k": "key", "v": "value", "out": "o_proj"}
 
 
+def test_paths_that_differ_in_their_separators_alone_are_one_name() -> None:
+    words = ("q_proj", "k_proj", "v_proj", "o_proj")
+    nested = sketch("\n".join(f"blocks/{n}/{word}: dense 8 8" for n in range(3) for word in words))
+    flat = sketch("\n".join(f"blocks_{n}_{word}: dense 8 8" for word in sorted(words) for n in range(3)))
+    for source, target in ((nested, flat), (flat, nested)):
+        found = match_layers(source, target, {})
+        assert len(found.pairs) == 12
+        assert all(each.source.path.replace("/", "_") == each.target.path.replace("/", "_") for each in found.pairs)
+        assert {each.evidence for each in found.pairs} <= {"name", "number"}
+    other = sketch("\n".join(f"blocks_{n}_{word}: dense 8 8" for n in range(3) for word in ("a", "b", "c", "d")))
+    assert match_layers(nested, other, {}).pairs == []
+
+
 def test_the_order_tells_where_all_around_comes_in_it() -> None:
     one = sketch("a: dense 6 6\nb: layer_norm 6\nc: dense 6 6")
     other = sketch("first: dense 6 6\nthen: layer_norm 6\nlast: dense 6 6")
