@@ -105,6 +105,7 @@ class OrderQuestion(NamedTuple):
         channels: number of channels of it.
         rows: whether the question is about rows; else about columns.
         following: for columns: path of the target's layer that takes the reshaped output.
+        shown_by: "source" or "target" if the graph of that side's modules proves its order; "" if neither does.
     """
 
     path: str
@@ -113,6 +114,7 @@ class OrderQuestion(NamedTuple):
     channels: int
     rows: bool
     following: str = ""
+    shown_by: str = ""
 
 
 class FlattenOrders(NamedTuple):
@@ -159,7 +161,9 @@ def find_flatten_orders(
         path = candidate.match.target.path
         is_proven = path in proven.rows if candidate.rows else (path, candidate.following) in proven.columns
         if path not in given and not is_proven:
-            questions += [] if is_same else [candidate.question(first)]
+            shown = path in target.inputs, candidate.match.source.path in source.inputs
+            by = {(True, False): "target", (False, True): "source"}.get(shown, "") if candidate.rows else ""
+            questions += [] if is_same else [candidate.question(first)._replace(shown_by=by)]
     for path, value in given.items():
         known.pop(path, None)
         if value is not None:
@@ -195,6 +199,8 @@ def question_error(questions: Sequence[OrderQuestion], why: Mapping[str, str] = 
         line = f"  {each.path}: {what}"
         if each.neighbour:
             line += f", perhaps in the order of {each.neighbour}'s {each.channels} channels"
+        if each.shown_by:
+            line += f"; the modules of the {each.shown_by} show it, those of the other side do not"
         lines.append(line + (f"; {why[each.path]}" if each.path in why else ""))
     paths = list(dict.fromkeys(each.path for each in questions))
     shown = ", ".join(f'"{path}": None' for path in paths[:3]) + (", ..." if len(paths) > 3 else "")

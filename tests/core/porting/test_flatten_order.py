@@ -262,6 +262,14 @@ def test_s30_what_one_graph_proves_is_no_proof(ours: dict[str, InputOrder], thei
     assert [each.path for each in proven(ours, theirs, FLAT).questions] == ["fc"]
 
 
+def test_s30_the_error_says_which_side_shows_its_order() -> None:
+    first, last = first_and_last(FLAT)
+    shown = dataclasses.replace(first, inputs={"fc": InputOrder("conv", "first")})
+    for sides, side in (((shown, last), "source"), ((last, shown), "target")):
+        with pytest.raises(PortError, match=f"the modules of the {side} show it, those of the other side do not"):
+            carried(*sides)
+
+
 def test_s30_rows_goes_before_a_proof() -> None:
     first, last = first_and_last(FLAT)
     sides = [
