@@ -21,8 +21,8 @@ from polyamp.recipe.scaler import PRESETS
 from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
-from polyamp_jax.porting.optax_masks import masked_parts
-from polyamp_jax.porting.optimizer_holder import OptimizerHolder
+from polyamp_jax.porting.jax_only.optax_masks import masked_parts
+from polyamp_jax.porting.jax_only.optimizer_holder import OptimizerHolder
 from polyamp_jax.porting.optimizer_layout import inspect_optax_state
 from polyamp_jax.step.optimizer_metadata import optimizer_metadata
 

@@ -96,6 +96,9 @@ def compare_attributes(source: Inventory, target: Inventory, pairs: Sequence[Lay
     for one, other in _pair_arrayless_layers(source, target):
         _compare_pair(one, other, LayerFit(one.forms[0], other.forms[0]), differences, conventions, unseen)
     differences += _activation_differences(source, target)
+    counts = len(_activation_uses(source)), len(_activation_uses(target))
+    if all(counts) and counts[0] != counts[1]:  # which is which is not known
+        unseen["activation"] = unseen.get("activation", 0) + abs(counts[0] - counts[1])
     return AttributeComparison(differences, list(conventions), unseen)
 
 

@@ -319,6 +319,8 @@ def test_activations_are_compared() -> None:
     assert [(each.target, each.ours, each.theirs) for each in report.differences] == [("a", "gelu", "gelu_tanh")]
     _, report = carried(one, sketch("a: dense 4 3\nb: dense 3 2"))
     assert not report.differences
+    _, report = carried(with_attributes(one, "b", activation="tanh"), other)
+    assert dict(report.unseen) == {"activation": 1}  # one of them may be the other's, or none
 
 
 def test_dropouts_are_compared_in_order_where_both_models_have_equally_many() -> None:
