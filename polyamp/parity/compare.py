@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.errors import ArgumentError
+from polyamp.parity.execution.batch_checks import RepeatCheck, check_batches
 from polyamp.parity.execution.participant import Participant
 from polyamp.parity.execution.report_builder import SideRecord, build_report
 from polyamp.parity.execution.trace_recorder import BatchSource, side_batch
@@ -85,8 +86,7 @@ def compare(
             "loss_fn stands before recipe: polyamp.compare(model_a, model_b, batch, loss_fn, recipe). Received: a "
             "recipe as loss_fn."
         )
-    if isinstance(batch, list) and not batch:
-        raise ArgumentError("batch must be a batch, or a list with at least one. Received: an empty list.")
+    check_batches(batch, "batch")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
     loss_fns, recipes, given_options = (_value_per_side(each) for each in (loss_fn, recipe, options))
@@ -143,7 +143,12 @@ def _default_labels(model_a: Any, model_b: Any) -> tuple[str, str]:
 def _batch_sources(batch: Any, adapter: ChannelOrderAdapter) -> tuple[BatchSource, BatchSource]:
     """Return the batch functions of both sides."""
     if callable(batch) and not isinstance(batch, Mapping):
-        source: BatchSource = batch
+        repeats = RepeatCheck("batch")
+
+        def source(step: int) -> Any:
+            made = batch(step)
+            repeats.check(step, made)
+            return made
     else:
         several = batch if isinstance(batch, list) else [batch]
 

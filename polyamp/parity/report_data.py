@@ -124,7 +124,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     skipped: list[int] = msgspec.field(default_factory=list)
 
 
-class UpdateCount(msgspec.Struct, frozen=True, kw_only=True):
+class JudgedUpdates(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the parameters that both sides updated in a phase had an update that could be judged.
 
     Attributes:
@@ -153,7 +153,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     first: Divergence | None
     rows: list[ComparisonRow] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
-    updates: list[UpdateCount] = msgspec.field(default_factory=list)
+    updates: list[JudgedUpdates] = msgspec.field(default_factory=list)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

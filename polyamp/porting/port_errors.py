@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
@@ -11,6 +12,8 @@ from polyamp.porting.matching.matching import Matching
 from polyamp.porting.port_report import format_layer, format_sides
 from polyamp.porting.rename_hints import Rematch, hint_lines
 
+PARTIAL_PORT_HINT: Final = "strict=False moves the rest and leaves these as they are."
+"""Last line of an error about layers without a partner, for callers that have the argument."""
 _MAX_LISTED = 8
 """Largest number of detail lines in one message."""
 
@@ -35,7 +38,7 @@ def check_complete(matching: Matching, source: Inventory, target: Inventory, rem
     heading = f"source ({source.framework})", f"target ({target.framework})"
     lines = [_count_message(matching), format_sides(ours, theirs, heading)]
     lines += hint_lines(matching, rematch, why)
-    lines.append("strict=False moves the rest and leaves these as they are.")
+    lines.append(PARTIAL_PORT_HINT)
     raise PortError("\n".join(lines))
 
 

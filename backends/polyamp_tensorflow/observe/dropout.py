@@ -57,6 +57,8 @@ def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[Dropout
             unknown during tracing.
     """
     count = DropoutCount()
+    if any(_has_recurrent_dropout(part.layer) for part in list_layers(model)):
+        count.give_up()  # Keras draws the masks of recurrent layers outside of training too
     with contextlib.ExitStack() as stack:
         for target, name, stand_in in _replacements(model, draws, count):
             undo = _AttributeBackup(target, name)
@@ -115,6 +117,10 @@ def _wrap_signature(function: Callable[..., Any], stand_in: Callable[[dict[str, 
         return stand_in({"": function.__name__, **bound.arguments})
 
     return called  # type: ignore[no-any-return]  # TensorFlow is untyped
+
+
+def _has_recurrent_dropout(layer: Any) -> bool:
+    return bool(getattr(layer, "recurrent_dropout", 0.0) or (hasattr(layer, "recurrent_dropout") and layer.dropout))
 
 
 def _pass_through(count: DropoutCount, arguments: dict[str, Any]) -> Any:

@@ -70,7 +70,7 @@ class OpDtypeRecorder:
         call: Callable[..., Any] = layer.call
         if not self._enabled:
             return call
-        family = _family(layer)
+        family = "follow" if _has_own_call(layer) else _family(layer)
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self._layers.append((path, family))
@@ -108,6 +108,12 @@ class OpDtypeRecorder:
 def _family(layer: Any) -> str:
     """Return the family of a layer that is sensitive as a whole, such as a normalisation with its means and roots."""
     return next((name for name, family in SENSITIVE.items() if isinstance(layer, layer_classes(family.layers))), "")
+
+
+def _has_own_call(layer: Any) -> bool:
+    """Return whether the user wrote a layer's `call`: its operations take the dtype of their operands."""
+    module = getattr(type(layer).call, "__module__", None) or ""
+    return module.partition(".")[0] not in ("keras", "keras_hub", "tf_keras")
 
 
 def _floating_dtypes(tensors: Any) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
-from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
+from polyamp.errors import ArgumentError, PortError, RecipeError, UnsupportedError
 from polyamp.parity.execution.default_loss import random_target_loss
 from polyamp.parity.execution.trace_recorder import (
     BatchSource,
@@ -30,6 +30,7 @@ from polyamp.porting.layouts.converter import HasConverter
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.model_side import ModelSide
+from polyamp.porting.port_errors import PARTIAL_PORT_HINT
 from polyamp.porting.states.training_state import ArrayMapping
 from polyamp.porting.transfer_plan import make_transfer_plan, new_leaf_values
 from polyamp.recipe.recipe import Recipe
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+
+
+_EVERY_LAYER: Final = "A comparison needs a partner for each of them: names={source: target} says which it is."
 
 
 class Participant:
@@ -154,7 +158,10 @@ class Participant:
         Raises:
             PortError: the models cannot be matched.
         """
-        plan = make_transfer_plan(source, self.inventory, names, strict=True).with_guesses()
+        try:
+            plan = make_transfer_plan(source, self.inventory, names, strict=True).with_guesses()
+        except PortError as error:
+            raise PortError(str(error).replace(PARTIAL_PORT_HINT, _EVERY_LAYER).rstrip()) from error.__cause__
         weights, _ = new_leaf_values(plan, self.inventory, strict=False)
         mappings = array_mappings(plan)
         return ParticipantAlignment([align(plan)], mappings.second, weights), mappings.first

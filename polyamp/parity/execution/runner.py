@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.errors import ArgumentError, PolyampError, RecipeError, describe_value
+from polyamp.parity.execution.batch_checks import check_batches
 from polyamp.parity.execution.function_ref import FunctionRef, import_paths, make_function_ref
 from polyamp.parity.execution.memory_mapped_arrays import ArrayStore, BatchTree
 from polyamp.parity.execution.report_builder import build_report
@@ -249,9 +250,8 @@ def _names_by_label(names: Any, labels: Sequence[str]) -> dict[str, dict[str, st
 def _store_data(data: Any, store: ArrayStore) -> FunctionRef | list[BatchTree]:
     if callable(data):
         return make_function_ref(data, "data")
+    check_batches(data, "data")
     if isinstance(data, list):
-        if not data:
-            raise ArgumentError("data must hold at least one batch. Received: an empty list.")
         return [store.put_tree(batch, "data") for batch in data]
     return [store.put_tree(data, "data")]
 

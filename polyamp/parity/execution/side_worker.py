@@ -19,10 +19,11 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
-from polyamp.errors import BackendNotInstalledError, PolyampError, RecipeError
+from polyamp.errors import BackendNotInstalledError, PolyampError
 from polyamp.parity.execution import exchange_files, worker_messages
+from polyamp.parity.execution.batch_checks import RepeatCheck
 from polyamp.parity.execution.function_ref import FunctionRef, add_import_paths
-from polyamp.parity.execution.memory_mapped_arrays import BatchTree, batch_digest, load_batch
+from polyamp.parity.execution.memory_mapped_arrays import BatchTree, load_batch
 from polyamp.parity.execution.participant import Participant
 from polyamp.parity.execution.trace_recorder import ParticipantAlignment, side_batch
 from polyamp.parity.execution.worker_messages import OwnLoopSpec, SideJob, TrainCommand
@@ -134,7 +135,7 @@ class ParticipantWorker(SideWorker[SideJob]):
         super().__init__(job, emit, commands)
         self._steps = 1
         self._loss: float | None = None
-        self._digests: dict[int, str] = {}
+        self._repeats = RepeatCheck("data")
 
     def run_job(self) -> None:
         """Build the model, align it, and train on command."""
@@ -218,12 +219,7 @@ class ParticipantWorker(SideWorker[SideJob]):
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Check that the user's function returns the same batch in every phase and on every side."""
-        found = batch_digest(batch)
-        if self._digests.setdefault(step, found) != found:
-            raise RecipeError(
-                f"data({step}) gave other arrays at its second call. It must give the same ones for the same step, so "
-                "that every side is trained on them: seed it with the step, numpy.random.default_rng(step)."
-            )
+        found = self._repeats.check(step, batch)
         self.emit(worker_messages.BatchDigestEvent(side=self.job.side, step=step, digest=found))
 
 

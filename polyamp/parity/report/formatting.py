@@ -14,8 +14,8 @@ from polyamp.parity.report_data import (
     Environment,
     Failure,
     Findings,
+    JudgedUpdates,
     SideValues,
-    UpdateCount,
 )
 
 Outcome = Literal["agree", "differ", "unfinished"]
@@ -132,13 +132,13 @@ def quantity(what: str, name: str) -> str:
     return plain(f"{what} of {name}" if name else what)
 
 
-def update_counts(counts: Sequence[UpdateCount]) -> str:
+def update_counts(counts: Sequence[JudgedUpdates]) -> str:
     """Return in words of how many parameters an update was judged: the fewest of all pairs of sides in each phase.
 
-    >>> update_counts([UpdateCount(phase="float32", judged=41, updated=41)])
+    >>> update_counts([JudgedUpdates(phase="float32", judged=41, updated=41)])
     'judged: 41 of 41 parameters under float32'
     """
-    fewest: dict[str, UpdateCount] = {}
+    fewest: dict[str, JudgedUpdates] = {}
     for each in sorted(counts, key=lambda each: each.judged - each.updated, reverse=True):
         fewest = {**fewest, each.phase: each}
     phases = dict.fromkeys(each.phase for each in counts)

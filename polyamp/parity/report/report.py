@@ -23,8 +23,8 @@ from polyamp.parity.report_data import (
     Environment,
     Failure,
     Findings,
+    JudgedUpdates,
     SideValues,
-    UpdateCount,
     encode_report,
 )
 
@@ -36,9 +36,9 @@ __all__ = [
     "DivergenceKind",
     "Environment",
     "Failure",
+    "JudgedUpdates",
     "Report",
     "SideValues",
-    "UpdateCount",
 ]
 _DRAWING_PACKAGES: Final = {"jinja2": "report.html", "matplotlib": "report.png"}
 """Package of the extra `parity` -> the file that needs it."""

@@ -90,7 +90,7 @@ def build_divergence(
         step=one.step,
         stage=one.stage,
         module=between[0] if between else one.module,
-        what=one.what,
+        what="output" if between and one.what == "input" else one.what,
         name=one.name,
         sides={
             label: _side_values(entry, trace, module, worst)
@@ -192,6 +192,12 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
     places = differing_indices(a, b, comparison.allowed)
+    if phase.name != FLOAT32 and None in comparison.own:
+        return Cause(
+            "formula",
+            f"Further apart than the policy explains {where}; without a run in float32 to compare.",
+            [f"{text}."],
+        )
     if phase.name != FLOAT32:
         return Cause(
             "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}.", *places]

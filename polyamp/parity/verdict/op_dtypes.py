@@ -51,6 +51,8 @@ def _dtypes_by_family(operations: Iterable[OperationCount], known: set[str]) -> 
     """Return (module, family) -> operation -> its dtype, the narrowest if there are several."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in operations:
+        if row.rule == "follow":  # a framework in which it takes its operands' dtype, such as in a Keras layer's `call`
+            continue
         plain = row.name.lower().replace("_", "").replace(".", "")
         for family, names in _OPERATION_FAMILIES.items():
             if plain in names:

@@ -53,6 +53,9 @@ class OptimizerUpdates:
 
     Args:
         tolerance: tolerance of the phase.
+
+    Attributes:
+        has_moved: whether an update has changed a parameter of either side.
     """
 
     def __init__(self, tolerance: PhaseTolerance) -> None:
@@ -66,6 +69,7 @@ class OptimizerUpdates:
         self._parameter_distance: dict[tuple[str, str], tuple[float, float]] = {}
         self._updated: set[tuple[str, str]] = set()
         self._judged: set[tuple[str, str]] = set()
+        self.has_moved = False
 
     def count(self) -> tuple[int, int]:
         """Return the number of parameters of which an update was judged, and of those that were updated."""
@@ -144,6 +148,7 @@ class OptimizerUpdates:
         )
         if one.step:
             self._updated.add(key)
+            self.has_moved |= bool((a != before[0]).any() or (b != before[1]).any())
         if one.sketch.nonfinite != two.sketch.nonfinite:
             return EntryComparison(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
         found = [self._compare_steady(one, two, wide, before[0])]

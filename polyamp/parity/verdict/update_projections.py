@@ -68,7 +68,8 @@ def relative_distances(one: Array, two: Array) -> Array:
     import numpy as np
 
     larger = np.maximum(np.abs(one), np.abs(two))
-    return np.abs(one - two) / np.where(larger > 0.0, larger, 1.0)
+    found: Array = np.abs(one - two) / np.where(larger > 0.0, larger, 1.0)
+    return found
 
 
 def project(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, trains, unit_roundoff
-from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, UpdateCount
+from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, JudgedUpdates
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
 from polyamp.parity.verdict import hidden_modules, op_dtypes
@@ -25,6 +25,7 @@ from polyamp.parity.verdict.distances import (
     scalar_distance,
 )
 from polyamp.parity.verdict.judge_precision import JudgePrecision
+from polyamp.parity.verdict.notes import NOTHING_MOVED, dropout_notes, notes_of_uncompared, settle_activations
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.step_entries import (
     PhaseTrace,
@@ -64,12 +65,14 @@ def compare_traces(
     by_phase = {phase.name: (phase, one, two) for phase, one, two in runs}
     first: Divergence | None = None
     rows: list[ComparisonRow] = []
-    updates: list[UpdateCount] = []
+    updates: list[JudgedUpdates] = []
     notes = list(alignment.notes)
     for trace in dict.fromkeys((run.trace.side, run.trace.hidden_reason) for _, *both in runs for run in both):
         notes += [f"{trace[0]}: {trace[1]}"] * bool(trace[1])
     dropouts = [(one.trace.dropouts, two.trace.dropouts) for _, one, two in runs]
-    notes = [note for counts in dropouts[:1] for note in _dropout_notes(labels, counts)] + notes
+    notes = [note for counts in dropouts[:1] for note in dropout_notes(labels, counts)] + notes
+    shapes: dict[tuple[str, str], str] = {}
+    moved: list[bool] = []
     wider_phase = {FLOAT32: FLOAT64, POLICY: FLOAT32}
     for name in (FLOAT32, POLICY):
         if name not in by_phase:
@@ -97,19 +100,13 @@ def compare_traces(
                 break  # from here on the models differ, so that every later difference is a consequence
         rows += comparison.rows()
         updates += comparison.updates()
+        shapes = {**comparison.shape_notes, **shapes}
+        moved += comparison.moved()
         notes += [note for note in comparison.notes if note not in notes]
         first = first or comparison.first
+    notes = [NOTHING_MOVED] * (bool(moved) and not any(moved)) + notes
+    notes = settle_activations([*notes, *notes_of_uncompared(shapes, rows)], alignment, rows, first)
     return Comparison(sides=labels, first=first, rows=rows, notes=notes, updates=updates)
-
-
-def _dropout_notes(labels: tuple[str, str], counts: tuple[int | None, int | None]) -> list[str]:
-    """Return a note if both sides have not called dropout equally often."""
-    if None in counts or counts[0] == counts[1]:
-        return []
-    calls = " and ".join(
-        f"{count} {'call' if count == 1 else 'calls'} in {label}" for label, count in zip(labels, counts, strict=True)
-    )
-    return [f"dropout was off: {calls}. With dropout they do not train alike"]
 
 
 def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:
@@ -140,10 +137,12 @@ class _PhaseComparison:
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
         self._updates = OptimizerUpdates(tolerance)
         self._switches, self._drift = UnitSwitches(traces, tolerance.roundoff), 0.0
-        mixed = phase.name == POLICY and tolerance.same_policy
+        is_cast = any(recipe is not None and recipe.policy.mode == "cast" for recipe in recipes)
+        mixed = phase.name == POLICY and tolerance.same_policy and not is_cast  # casts have no float32 operations
         self._dtype_mismatches = op_dtypes.find_dtype_mismatches(alignment, labels, traces) if mixed else {}
         self.first: Divergence | None = None
         self.notes: list[str] = []
+        self.shape_notes: dict[tuple[str, str], str] = {}
 
     def step(self, ours: StepEntries, theirs: StepEntries, wide_ours: StepEntries, wide_theirs: StepEntries) -> None:
         """Compare one step of both sides."""
@@ -230,10 +229,14 @@ class _PhaseComparison:
         """Return the rows of the table."""
         return [_comparison_row(self._phase.title, found) for found in self._worst.values()]
 
-    def updates(self) -> list[UpdateCount]:
+    def moved(self) -> list[bool]:
+        """Return whether an update changed anything on either side; nothing where nothing was trained."""
+        return [self._updates.has_moved] * bool(self._updates.count()[1])
+
+    def updates(self) -> list[JudgedUpdates]:
         """Return how many updates were judged; nothing where nothing was trained."""
         judged, updated = self._updates.count()
-        return [UpdateCount(phase=self._phase.title, judged=judged, updated=updated)] * bool(updated)
+        return [JudgedUpdates(phase=self._phase.title, judged=judged, updated=updated)] * bool(updated)
 
     def _hidden_layers(self, found: EntryComparison, last: str, ours: StepEntries, theirs: StepEntries) -> list[str]:
         """Return layers without compared outputs in which the difference may originate."""
@@ -299,7 +302,7 @@ class _PhaseComparison:
         assert a is not None
         assert b is not None
         if not has_equal_layout(a.shape, b.shape):
-            self._add_note(
+            self.shape_notes[one.module, one.what] = (
                 f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "
                 f"{self._labels[1]}: its {one.what} is not compared"
             )

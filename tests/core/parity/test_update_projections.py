@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from polyamp.parity.precisions import POLICY, Phase
-from polyamp.parity.report_data import Comparison, UpdateCount
+from polyamp.parity.report_data import Comparison, JudgedUpdates
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
@@ -64,7 +64,7 @@ def judged(one: PhaseTrace, two: PhaseTrace) -> Comparison:
 def test_right_updates_of_rounded_gradients_agree(rule: Rule, seed: int) -> None:
     found = judged(side(rule, 2 * seed), side(rule, 2 * seed + 1))
     assert found.first is None
-    assert found.updates == [UpdateCount(phase="mixed_bfloat16", judged=1, updated=1)]
+    assert found.updates == [JudgedUpdates(phase="mixed_bfloat16", judged=1, updated=1)]
 
 
 @pytest.mark.parametrize(
