@@ -403,7 +403,9 @@ def _move_constant(eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue]
 def _result_traits(eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue], *, product: bool) -> ValueTraits:
     floats = [v for v in operands if v.castable]
     if product:
-        layers = {v.traits.owner or "" for v in floats if v.traits.leaf or v.traits.owner}
+        layers = {v.traits.owner or "" for v in floats if v.traits.leaf}
+        if not layers:  # such as rows of a table times an activation, not times a kernel
+            layers = {v.traits.owner for v in floats if v.traits.owner}
         return ValueTraits(product=True, layer=max(layers, default=None))
     if not floats or not eqn.outvars:
         return NO_TRAITS

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import polyamp
 from polyamp.contract.casting_report import CastingReport
@@ -203,3 +204,20 @@ def test_a_model_with_dropout_trains_and_keeps_its_dtypes(backend: Any, products
         losses.append(float(result.loss))
     assert int(result.step) == 3
     assert losses[2] < losses[0]
+
+
+class TokenLinear(nnx.Module):
+    """A layer whose name sorts before that of the table whose rows it takes."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed, self.dense = nnx.Embed(5, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.dense(self.embed(tokens))
+
+
+def test_a_bias_belongs_to_the_layer_of_its_kernel_and_not_to_that_of_the_table_before() -> None:
+    report = polyamp.explain(TokenLinear(), "mixed_float16", np.zeros((2, 3), np.int32))
+    rows = [(row.name, row.dtype, row.rule) for row in report.operations if row.module == "dense"]
+    assert rows == [("dot_general", "float16", "compute"), ("add", "float16", "compute (bias)")]
