@@ -67,7 +67,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "polyamp_backend" in metafunc.fixturenames:
         from polyamp.parity.in_pytest import backend_selection
 
-        names = backend_selection.backend_names(metafunc.definition, fixture=True)
+        try:
+            names = backend_selection.backend_names(metafunc.definition, fixture=True)
+        except pytest.UsageError as error:
+            raise pytest.Collector.CollectError(str(error)) from None  # the sentence alone, without this plugin's lines
         metafunc.parametrize("polyamp_backend", names, ids=names, indirect=True, scope="session")
 
 

@@ -157,6 +157,17 @@ def failure_text(failure: Failure) -> str:
     return plain(f"{failure.side} {_FAILURE_TEXTS.get(failure.reason, failure.reason)}{where}{under}")
 
 
+def split_traceback(message: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a failure's message, and the lines of its traceback, each plain.
+
+    >>> split_traceback("ValueError: no\\n  File 'a.py', line 3, in f\\n    raise ValueError('no')")
+    ('ValueError: no', ("File 'a.py', line 3, in f", "raise ValueError('no')"))
+    """
+    text, *rest = re.split(r"\n(?=  File )", message, maxsplit=1)
+    lines = (plain(line) for part in rest for line in part.splitlines())
+    return text, tuple(line for line in lines if line.strip("^~ "))
+
+
 def outcome(report: Findings) -> Outcome:
     """Return the outcome of a report."""
     if report.first is not None:

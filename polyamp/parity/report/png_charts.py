@@ -22,6 +22,10 @@ coinciding curves all stay visible."""
 _STAGE_STYLES: Final = (("forward", "o", "#0b5cad"), ("backward", "s", "#12806f"), ("update", "^", "#7c3aed"))
 _DIFFERENCE_COLOUR: Final = "#b3261e"
 _OUTCOME_COLOURS: Final = {"agree": "#17663a", "differ": _DIFFERENCE_COLOUR, "unfinished": "#7a4b00"}
+_MAX_NAMED: Final = 20
+"""Largest number of modules that are named below the charts of all phases together."""
+_MAX_NAME: Final = 22
+"""Columns of a module's name."""
 _MAX_PHASES: Final = 4
 """Largest number of phases that are drawn; the page has all."""
 _WIDTH: Final = 12.0
@@ -50,7 +54,7 @@ def _render_png(report: Findings) -> bytes:
     compared = dict.fromkeys(row.phase for row in rows)  # without reference phases
     phases = list(compared or dict.fromkeys(report.phases))[:_MAX_PHASES]
     curves = any(curve.loss for curve in report.curves if curve.phase in phases)
-    heights = [2.9] * curves + [3.3] * bool(rows)
+    heights = [2.9] * curves + [4.0] * bool(rows)
     title = textwrap.wrap(formatting.truncate_middle(formatting.verdict(report), 230), 80)
     below = [
         line for text in _subtitle_texts(report) for line in textwrap.wrap(formatting.truncate_end(text, 230), 125)
@@ -72,7 +76,7 @@ def _render_png(report: Findings) -> bytes:
             _draw_losses(figure.add_subplot(grid[0, column]), report, phase, column == 0)
         if pair is not None and rows:
             axes = figure.add_subplot(grid[len(heights) - 1, column])
-            _draw_errors(axes, pair, phase, column == 0)
+            _draw_errors(axes, pair, phase, column == 0, _MAX_NAMED // len(phases))
             marks.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     if marks:
         figure.legend(marks.values(), marks.keys(), loc="lower left", ncols=6, frameon=False, fontsize=9.5)
@@ -124,8 +128,8 @@ def _nonfinite_text(curve: Curve) -> str:
     return f" ({nonfinite} not finite)" if nonfinite else ""
 
 
-def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool) -> None:
-    """Draw the error of each module in program order for each pass, and what rounding allows."""
+def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool, named: int) -> None:
+    """Draw the error of each module in program order for each pass, and what rounding allows; some are named."""
     modules = {module: number for number, module in enumerate(html_page.program_order(pair.rows), 1) if module}
     rows = [row for row in pair.rows if row.phase == phase and row.module]
     values = [value for row in rows for value in (row.distance, row.allowed) if value]
@@ -152,6 +156,23 @@ def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool) -> Non
     if leftmost:
         axes.set_ylabel("relative error")
     _format_axes(axes)
+    names = named_modules(list(modules), named, None if first is None or first.phase != phase else first.module)
+    labels = [formatting.truncate_middle(name, _MAX_NAME) for name in names]
+    axes.set_xticks([modules[name] for name in names], labels, rotation=35, ha="right", fontsize=8.5)
+
+
+def named_modules(modules: Sequence[str], count: int, divergent: str | None) -> list[str]:
+    """Return the modules that are named: all, or every second, third, ..., and the one of the divergence.
+
+    >>> named_modules(["a", "b", "c", "d", "e"], 2, "d")
+    ['a', 'd']
+    """
+    stride = max(math.ceil(len(modules) / max(count, 1)), 1)
+    chosen = set(range(0, len(modules), stride))
+    if divergent in modules:
+        place = modules.index(divergent)
+        chosen = {each for each in chosen if abs(each - place) >= (stride + 1) // 2} | {place}
+    return [modules[each] for each in sorted(chosen)]
 
 
 def _draw_marks(

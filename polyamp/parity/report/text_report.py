@@ -16,12 +16,20 @@ _LABEL_WIDTH: Final = 14
 """Columns of the label at the start of each line but the first, including two blanks of indent."""
 
 
+_TRACEBACK_LINES: Final = 2
+"""Least number of lines of a failure's traceback that are shown: the last place, and the code there."""
+
+
 class _TextLine(NamedTuple):
-    """A labelled text. Free lines go to long texts in descending order of `rank`; rank 0 gets none."""
+    """A labelled text. Free lines go to long texts in descending order of `rank`; rank 0 gets none.
+
+    `traceback` are further lines, of which the last are shown.
+    """
 
     label: str
     text: str
     rank: int = 0
+    traceback: tuple[str, ...] = ()
 
 
 def render_text(report: Findings) -> str:
@@ -35,7 +43,7 @@ def render_text(report: Findings) -> str:
     return "\n".join(
         [
             formatting.truncate_middle(formatting.verdict(report), MAX_COLUMNS),
-            *_format_lines(_detail_lines(report)[: MAX_LINES - 1]),
+            *_format_lines(_detail_lines(report)),
         ]
     )
 
@@ -55,17 +63,25 @@ def _detail_lines(report: Findings) -> list[_TextLine]:
 def _format_lines(lines: list[_TextLine]) -> list[str]:
     """Return the lines as text; free lines of the ten go to texts that need more than one."""
     width = MAX_COLUMNS - _LABEL_WIDTH
+    lines = lines[: MAX_LINES - 1 - max((min(len(line.traceback), _TRACEBACK_LINES) for line in lines), default=0)]
     rows = [[line.text] if len(line.text) <= width else textwrap.wrap(line.text, width) for line in lines]
     line_counts = [1] * len(lines)
     free = MAX_LINES - 1 - len(lines)
     for index in sorted(range(len(lines)), key=lambda index: -lines[index].rank):
-        more = min(free, len(rows[index]) - 1) if lines[index].rank else 0
+        more = min(free, len(rows[index]) - 1 + len(lines[index].traceback)) if lines[index].rank else 0
         line_counts[index] += more
         free -= more
     found = []
     for line, wrapped, count in zip(lines, rows, line_counts, strict=True):
+        tail = line.traceback[
+            len(line.traceback) - min(len(line.traceback), max(count - len(wrapped), _TRACEBACK_LINES)) :
+        ]
+        count -= len(tail)
         full_lines = wrapped[: count - 1]
-        for number, text in enumerate([*full_lines, formatting.truncate_end(" ".join(wrapped[count - 1 :]), width)]):
+        cut = [formatting.truncate_middle(text, width) for text in tail]
+        for number, text in enumerate(
+            [*full_lines, formatting.truncate_end(" ".join(wrapped[count - 1 :]), width), *cut]
+        ):
             label = formatting.truncate_middle(line.label, _LABEL_WIDTH - 4) if number == 0 else ""
             found.append(f"  {label:<{_LABEL_WIDTH - 3}} {text}".rstrip())
     return found
@@ -139,12 +155,13 @@ def _agreement_lines(report: Findings) -> Iterator[_TextLine]:
 
 
 def _failure_lines(report: Findings) -> Iterator[_TextLine]:
-    """Yield the failures, in one line."""
+    """Yield the failures: their texts, and the lines of the first one's traceback."""
     if report.failures:
         first, *others = report.failures
         named = f"{formatting.failure_text(first)}: " if report.first is not None else ""  # else the verdict says it
-        message = formatting.plain(first.message).rstrip(".;")
-        yield _TextLine("failed", "; ".join([named + message, *map(formatting.failure_text, others)]), 4)
+        text, traceback = formatting.split_traceback(first.message)
+        message = formatting.plain(text).rstrip(".;")
+        yield _TextLine("failed", "; ".join([named + message, *map(formatting.failure_text, others)]), 4, traceback)
 
 
 def _other_pair_lines(report: Findings, pair: Comparison) -> Iterator[_TextLine]:

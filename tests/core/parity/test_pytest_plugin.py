@@ -230,6 +230,11 @@ def test_selection(project: pytest.Pytester) -> None:
     project.makepyfile(test_other="import pytest\n@pytest.mark.backends('keras')\ndef test(): pass\n")
     done = project.runpytest_subprocess(*QUIET, "test_other.py")
     done.stderr.fnmatch_lines(["*Received: 'keras'. Did you mean 'tensorflow'?*"])
+    project.makepyfile(test_other="import pytest\n@pytest.mark.backends('keras')\ndef test(polyamp_backend): pass\n")
+    done = project.runpytest_subprocess(*QUIET, "test_other.py")
+    done.stdout.fnmatch_lines(["*::test: @pytest.mark.backends: backends are *. Received: 'keras'. Did you mean*"])
+    done.stdout.no_fnmatch_line("*in_pytest*")
+    done.stdout.no_fnmatch_line("*Traceback*")
 
 
 def test_a_missing_framework_fails_unless_a_skip_is_asked_for(project: pytest.Pytester) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from polyamp.parity.report.formatting import numbers, plain, truncate_end, truncate_middle
@@ -116,3 +118,24 @@ def test_of_an_array_without_anything_finite_no_mean_is_said() -> None:
     )
     lines = render_text(reports.report(first=found)).splitlines()
     assert lines[3:5] == ["  torch       float16 [2, 3], inf or NaN 6 of 6", "  jax         float16 [2, 3], mean 1.5"]
+
+
+TRACEBACK = """ValueError: a shape that does not fit
+  File "/home/user/train.py", line 12, in step
+    loss = loss_fn(model, batch)
+           ^^^^^^^^^^^^^^^^^^^^^
+  File "/home/user/models.py", line 40, in forward
+    return x @ self.weight"""
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["no divergence", "a divergence"])
+def test_a_failure_keeps_the_last_lines_of_its_traceback(first: bool) -> None:
+    changes: dict[str, Any] = {"first": reports.divergence(), "parts_at": 12} if first else {}
+    failure = reports.crash(reason="error", message=TRACEBACK)
+    lines = render_text(reports.report(failures=(failure,), **changes)).splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("  failed")]
+    assert lines[at].endswith("ValueError: a shape that does not fit")
+    found = [line.strip() for line in lines[at:]]
+    code = found.index("return x @ self.weight")
+    assert found[code - 1] == 'File "/home/user/models.py", line 40, in forward'
+    assert len(lines) <= 10
