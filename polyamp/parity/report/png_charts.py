@@ -157,7 +157,8 @@ def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool, named:
         axes.set_ylabel("relative error")
     _format_axes(axes)
     names = named_modules(list(modules), named, None if first is None or first.phase != phase else first.module)
-    labels = [formatting.truncate_middle(name, _MAX_NAME) for name in names]
+    plain = map(formatting.plain, names)
+    labels = [name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}" for name in plain]
     axes.set_xticks([modules[name] for name in names], labels, rotation=35, ha="right", fontsize=8.5)
 
 

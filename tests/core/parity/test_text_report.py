@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from polyamp.parity.report.formatting import numbers, plain, truncate_end, truncate_middle
-from polyamp.parity.report.report import Failure, Report, SideValues
+from polyamp.parity.report.html_page import render_html
+from polyamp.parity.report.report import Failure, JudgedUpdates, Report, SideValues
 from polyamp.parity.report.text_report import render_text
 from tests.core.parity import reports
 
@@ -139,3 +141,14 @@ def test_a_failure_keeps_the_last_lines_of_its_traceback(first: bool) -> None:
     code = found.index("return x @ self.weight")
     assert found[code - 1] == 'File "/home/user/models.py", line 40, in forward'
     assert len(lines) <= 10
+
+
+def test_of_how_many_parameters_an_update_was_judged_is_said_in_text_and_page() -> None:
+    report = reports.report(steps=3)
+    counts = [JudgedUpdates(phase="float32", judged=26, updated=26), JudgedUpdates(phase="bf16", judged=20, updated=26)]
+    pair = msgspec.structs.replace(report.comparisons[0], updates=counts)
+    report = msgspec.structs.replace(report, comparisons=[pair])
+    said = "judged: 26 of 26 parameters under float32, 20 of 26 parameters under bf16; rounding hides the others"
+
+    assert f"  updates     {said}" in render_text(report).splitlines()
+    assert f"<li>Updates of torch and jax {said}.</li>" in render_html(report)
