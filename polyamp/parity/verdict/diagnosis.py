@@ -19,6 +19,7 @@ from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.element_profile import differing_indices
 from polyamp.parity.verdict.causes.formula_causes import explain_formula
 from polyamp.parity.verdict.causes.known_values import known_arrays
+from polyamp.parity.verdict.causes.loss_causes import explain_loss
 from polyamp.parity.verdict.causes.operation_causes import (
     narrow_operations,
     near_operations,
@@ -115,7 +116,7 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     a, b = comparison.one.sketch, comparison.two.sketch
     where = _location_text(comparison.one, after)
     if a is None or b is None:
-        return _diagnose_number(comparison, labels)
+        return _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
     if a.nonfinite != b.nonfinite:
         counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
         return Cause("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
@@ -233,6 +234,19 @@ def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause |
     if found is None or entry.number is None:
         return found
     return found._replace(evidence=[*found.evidence, _number_text(comparison, known.labels)])
+
+
+def _diagnose_loss(comparison: EntryComparison, known: Circumstances) -> Cause | None:
+    """Diagnose the loss of a pass by its gradient with respect to the last output; None if that does not show it."""
+    entry = comparison.one
+    if entry.what != "loss" or entry.stage != "forward" or not math.isfinite(comparison.distance):
+        return None
+    for path in dict.fromkeys(("", known.after)):
+        key = (entry.step, "backward", path, "cotangent", "")
+        one, two = (known.history.entries(side).get(key) for side in (0, 1))
+        if one is not None and two is not None and one.sketch is not None and two.sketch is not None:
+            return explain_loss(known.labels, (one.sketch, two.sketch), _number_text(comparison, known.labels))
+    return None
 
 
 def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: str) -> Cause | None:

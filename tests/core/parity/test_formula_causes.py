@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from polyamp.contract.casting_report import OperationCount
+from polyamp.parity.trace.sketch import sample_indices
 from polyamp.parity.trace.trace import Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.formula_causes import explain_formula
@@ -67,17 +68,32 @@ def test_a_formula_of_known_arrays_is_named(one: Array, two: Array, words: str) 
 @pytest.mark.parametrize("centered", [False, True])
 def test_an_epsilon_is_measured(centered: bool) -> None:
     one, two = (norm(SKIP, epsilon, centered=centered) * SCALE + BIAS * centered for epsilon in (1e-5, 1e-3))
+    what = "the layer normalization of skip * norm.scale + bias" if centered else "the RMS normalization of skip * norm"
     found = said(one, two)
-    assert found.startswith("epsilon: ")
-    assert (
-        f"epsilon of the {'layer' if centered else 'RMS'} normalization of skip here: about 1e-05 in a, 0.001" in found
-    )
+    assert found.startswith(f"epsilon: Another epsilon of {what}")
+    assert "here: about 1e-05 in a, 0.001 in b." in found
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_epsilons_of_a_large_array_differ_by_what_its_samples_show(centered: bool) -> None:
+    x = np.random.default_rng(1).standard_normal((4, 4, 256))
+    places = sample_indices(x.size)
+    known = [KnownArray("embed", "output", x.ravel()[places], x.shape)]
+    one, two = (norm(x.reshape(16, 256), each, centered=centered).ravel()[places] for each in (1e-6, 1e-3))
+    found = explain_formula(("a", "b"), (one, two), known, "here", {})
+    assert found is not None
+    assert "normalization of embed, here: b's is larger by 0.00" in found.sentence
 
 
 def test_the_factor_of_a_gemma_norm_is_one_plus_its_weight() -> None:
-    found = said(norm(UP, 1e-6) * (1 + SCALE), norm(UP, 1e-4) * (1 + SCALE))
-    assert "normalization of up" in found
-    assert "0.0001 in b" in found
+    found = said(norm(UP, 1e-6) * SCALE, norm(UP, 1e-6) * (1 + SCALE))
+    assert "a computes the RMS normalization of up * norm.scale, b computes the RMS normalization of up * (1 +" in found
+
+
+def test_a_dropout_is_told_from_its_zeros_and_its_factor() -> None:
+    mask = RNG.random((8, 16)) >= 0.25
+    assert "b computes up with" in said(UP, UP * mask / 0.75)
+    assert "dropped, the others times 1.333" in said(SKIP + UP, SKIP + UP * mask / 0.75)
 
 
 def test_nothing_is_said_of_unknown_formulas() -> None:

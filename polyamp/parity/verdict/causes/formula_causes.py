@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.known_values import KnownArray
-from polyamp.parity.verdict.causes.normalizations import find_normalization
+from polyamp.parity.verdict.causes.normalizations import epsilon_texts, find_normalization
 from polyamp.parity.verdict.causes.update_rule import fit
 from polyamp.porting.layouts.activations import ACTIVATION_NAMES, apply_activation
 
@@ -26,6 +26,8 @@ _EQUAL: Final = 2e-6
 _MAX_GATES: Final = 4
 _MIN_ELEMENTS: Final = 32
 _MAX_TERMS: Final = 3
+_DROPOUT_ERROR: Final = 1e-3
+"""Largest error of the ratio of an element to what it is before a dropout: differences of sums are less exact."""
 
 
 class ValueFormula(NamedTuple):
@@ -60,12 +62,9 @@ def explain_formula(
         return None
     normal = [find_normalization(side, known, parameters) for side in sides]
     if normal[0] is not None and normal[1] is not None and normal[0].text == normal[1].text:
-        texts = [
-            f"{each.epsilon:.2g} in {label}" for each, label in zip(normal, labels, strict=True) if each is not None
-        ]
         evidence = ["Row by row the outputs are one factor apart, which the mean of squares of the row explains."]
-        sentence = f"Another epsilon of {normal[0].text}, {where}: about {', '.join(texts)}."
-        return Cause("epsilon", sentence, evidence)
+        measured = epsilon_texts(normal[0], normal[1], labels)
+        return Cause("epsilon", f"Another epsilon of {normal[0].text}, {where}: {measured}.", evidence)
     one, two = (
         _formula(side, known) or (None if each is None else ValueFormula(each.text, _EQUAL))
         for side, each in zip(sides, normal, strict=True)
@@ -84,7 +83,27 @@ def explain_formula(
 
 def _formula(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the simplest formula of known arrays that gives some values."""
-    return _activation(values, known) or _gate(values, known) or _sum(values, known)
+    return _activation(values, known) or _gate(values, known) or _sum(values, known) or _dropout(values, known)
+
+
+def _dropout(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
+    """Return the known array with dropped elements, alone or added to another, that gives some values."""
+    import numpy as np
+
+    for rest in (None, *known[:_MAX_GATES]):
+        for each in known[:_MAX_GATES]:
+            usable = np.abs(each.values) > 1e-3 * float(np.abs(each.values).max())
+            left = values if rest is None else values - rest.values
+            ratios = (left[usable] / each.values[usable]) if usable.any() else np.zeros(0)
+            zeros = np.abs(ratios) < _DROPOUT_ERROR
+            if rest is each or not 0.0 < zeros.mean() < 1.0:
+                continue
+            factor = float(np.median(ratios[~zeros]))
+            if float(np.abs(ratios[~zeros] - factor).max()) > _DROPOUT_ERROR * abs(factor):
+                continue
+            name = f"{each.name} with {zeros.mean():.0%} of its elements dropped, the others times {factor:.4g}"
+            return ValueFormula(name if rest is None else f"{rest.name} + {name}", _DROPOUT_ERROR)
+    return None
 
 
 def _activation(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _EQUAL: Final = 1e-5
 """Relative distance up to which an array counts as the same on both sides."""
+_WORDS: Final = {"input": "the input", "output": "output"}
 _MAX_ARRAYS: Final = 10
 """Number of the latest arrays that are tried."""
 _MAX_REDUCED: Final = 3
@@ -27,7 +28,7 @@ class KnownArray(NamedTuple):
 
     Attributes:
         module: path of the module.
-        what: "input" or "output", with a word before it for a reduction.
+        what: "output", "the input", or a reduction of one of them.
         values: the stored elements.
         shape: of the whole array.
     """
@@ -41,7 +42,7 @@ class KnownArray(NamedTuple):
     def name(self) -> str:
         """Its name in a sentence."""
         path = self.module or "the model"
-        return path if self.what == "output" else f"the {self.what} of {path}"
+        return path if self.what == "output" else f"{self.what} of {path}"
 
     @property
     def is_whole(self) -> bool:
@@ -62,10 +63,10 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
         other = theirs.get(entry_key(each))
         if each.stage != "forward" or each.sketch is None or other is None or other.sketch is None:
             continue
-        if each.what not in ("input", "output") or each.sketch.size < entry.sketch.size:
+        if each.what not in _WORDS or each.sketch.size < entry.sketch.size:
             continue
         if sketch_distance(each.sketch, other.sketch) <= _EQUAL * max(each.sketch.norm, 1e-30):
-            found.append(KnownArray(each.module, each.what, each.sketch.samples(), each.sketch.shape))
+            found.append(KnownArray(each.module, _WORDS[each.what], each.sketch.samples(), each.sketch.shape))
     latest = _without_repeats(found[::-1])
     size, shape = entry.sketch.size, entry.sketch.shape
     same = [each for each in latest if each.values.size == entry.sketch.samples().size and _size(each.shape) == size]
@@ -81,13 +82,14 @@ def _reductions(array: KnownArray, shape: tuple[int, ...]) -> list[KnownArray]:
         return []
     values = array.values.reshape(shape[0], -1, shape[1])
     made = {
-        "the mean over places of": values.mean(1),
-        "the maximum over places of": values.max(1),
-        "the sum over places of": values.sum(1),
-        "the first place of": values[:, 0],
-        "the last place of": values[:, -1],
+        "the mean over places": values.mean(1),
+        "the maximum over places": values.max(1),
+        "the sum over places": values.sum(1),
+        "the first place": values[:, 0],
+        "the last place": values[:, -1],
     }
-    return [KnownArray(array.module, f"{words} {array.what}", np.ravel(x), shape) for words, x in made.items()]
+    inner = "" if array.what == "output" else f" of {array.what}"
+    return [KnownArray(array.module, f"{words}{inner}", np.ravel(x), shape) for words, x in made.items()]
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -99,6 +101,6 @@ def _without_repeats(arrays: list[KnownArray]) -> list[KnownArray]:
     kept: dict[bytes, KnownArray] = {}
     for each in arrays:
         key = each.values.tobytes()
-        if key not in kept or (kept[key].what == "input" and each.what == "output"):
+        if key not in kept or (kept[key].what != "output" and each.what == "output"):
             kept[key] = each
     return list(kept.values())

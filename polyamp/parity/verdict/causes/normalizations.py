@@ -1,11 +1,13 @@
-"""Formulas of normalizations: which array is normalized, over which axis, by which statistics, scale and epsilon."""
+"""Formulas of normalizations: which array is normalized over its last axis, by which statistics, scale and epsilon."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from polyamp.parity.trace.sketch import sample_indices
 from polyamp.parity.verdict.causes.known_values import KnownArray
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ Parameters = Mapping[tuple[str, str], "Array"]
 _EQUAL: Final = 1e-5
 """Relative distance up to which a normalization gives an array."""
 _MIN_ROWS: Final = 3
+_MIN_SAMPLES: Final = 4
+"""Least number of stored elements of a row."""
 _MAX_SUMMANDS: Final = 6
 _MAX_EPSILON: Final = 0.5
 """Largest epsilon, relative to the mean of squares, that is taken for one."""
@@ -27,38 +31,59 @@ class Normalization(NamedTuple):
 
     Attributes:
         text: in words, without the epsilon.
-        epsilon: measured.
+        inverse_squares: row -> the mean of squares plus epsilon, by which the row is divided.
+        epsilon: measured; None where only samples of the array are stored.
     """
 
     text: str
-    epsilon: float
+    inverse_squares: Array
+    epsilon: float | None
 
 
 def find_normalization(values: Array, known: Sequence[KnownArray], parameters: Parameters) -> Normalization | None:
     """Return the normalization of a known array, or of the sum of two, that gives some values.
 
     Args:
-        values: the stored elements, which must be all.
+        values: the stored elements.
         known: arrays of the same size that both sides agree on.
-        parameters: arrays of the model, before the step.
+        parameters: arrays of the model, before the step; of larger ones samples.
     """
-    for name, array, shape in _inputs(known):
-        if len(shape) < 2 or array.size != values.size or array.size // shape[-1] < _MIN_ROWS:
+    import numpy as np
+
+    for name, x, shape in _inputs(known):
+        size = math.prod(shape)
+        if len(shape) < 2 or x.size != values.size or size // shape[-1] < _MIN_ROWS:
             continue
-        x, y = array.reshape(-1, shape[-1]), values.reshape(-1, shape[-1])
+        rows, columns = np.divmod(sample_indices(size), shape[-1])
+        counts = np.bincount(rows, minlength=size // shape[-1])
+        if counts.min() < min(_MIN_SAMPLES, shape[-1]):
+            continue
         for words, scale, shift in _affine(shape[-1], parameters):
-            for kind, rows in (("RMS", x), ("layer", x - x.mean(1, keepdims=True))):
-                epsilon = _epsilon(rows, (y - shift) / scale)
-                if epsilon is not None:
-                    return Normalization(f"the {kind} normalization of {name}{words}", epsilon)
+            y = (values - shift[columns]) / scale[columns]
+            for kind in ("RMS", "layer"):
+                found = _row_squares(x, y, rows, counts, centered=kind == "layer")
+                if found is None:
+                    continue
+                epsilon = _epsilon(x.reshape(-1, shape[-1]), found, kind == "layer") if x.size == size else None
+                if x.size < size or epsilon is not None:
+                    return Normalization(f"the {kind} normalization of {name}{words}", found, epsilon)
     return None
 
 
+def epsilon_texts(one: Normalization, two: Normalization, labels: tuple[str, str]) -> str:
+    """Return the epsilons of two normalizations of the same array in words."""
+    import numpy as np
+
+    if one.epsilon is not None and two.epsilon is not None:
+        return f"about {one.epsilon:.2g} in {labels[0]}, {two.epsilon:.2g} in {labels[1]}"
+    apart = float(np.median(two.inverse_squares - one.inverse_squares))
+    return f"{labels[1]}'s is {'larger' if apart > 0 else 'smaller'} by {abs(apart):.2g}"
+
+
 def _inputs(known: Sequence[KnownArray]) -> Iterator[tuple[str, Array, tuple[int, ...]]]:
-    whole = [each for each in known if each.is_whole]
-    for each in whole:
+    for each in known:
         yield each.name, each.values, each.shape
-    for one, two in itertools.combinations(whole[:_MAX_SUMMANDS], 2):
+    for one, two in itertools.combinations(known[:_MAX_SUMMANDS], 2):
         yield f"({one.name} + {two.name})", one.values + two.values, one.shape
 
 
@@ -80,18 +105,38 @@ def _affine(width: int, parameters: Parameters) -> Iterator[tuple[str, Array, Ar
             yield f" * (1 + {path})", 1.0 + array, zero
 
 
-def _epsilon(rows: Array, normalized: Array) -> float | None:
-    """Return the epsilon with which rows are divided by the root of their mean of squares; None if they are not."""
+def _row_squares(x: Array, y: Array, rows: Array, counts: Array, *, centered: bool) -> Array | None:
+    """Return row -> 1 / f^2, where each row of `y` is f times that of `x`; None if it is not.
+
+    Args:
+        x, y: stored elements.
+        rows: their rows.
+        counts: number of stored elements of each row.
+        centered: whether the rows of both have their means subtracted.
+    """
     import numpy as np
 
-    squares = np.square(rows).mean(1)
+    if centered:
+        offsets = np.bincount(rows, weights=y) / counts
+        x = x - (np.bincount(rows, weights=x) / counts)[rows]
+        rest = y - offsets[rows]
+    else:
+        rest = y
+    squares = np.bincount(rows, weights=x * x)
     if not squares.all():
         return None
-    factors = (rows * normalized).mean(1) / squares
-    size = float(np.linalg.norm(normalized))
-    if (factors <= 0).any() or float(np.linalg.norm(normalized - factors[:, None] * rows)) > _EQUAL * size:
+    factors = np.bincount(rows, weights=x * rest) / squares
+    if (factors <= 0).any() or float(np.linalg.norm(rest - factors[rows] * x)) > _EQUAL * float(np.linalg.norm(y)):
         return None
-    each = 1.0 / np.square(factors) - squares
+    return np.asarray(1.0 / np.square(factors))
+
+
+def _epsilon(x: Array, inverse_squares: Array, centered: bool) -> float | None:
+    """Return the epsilon that makes the mean of squares of each row what it is divided by; None if none does."""
+    import numpy as np
+
+    squares = np.square(x - x.mean(1, keepdims=True) if centered else x).mean(1)
+    each = inverse_squares - squares
     found = float(np.median(each))
     close = np.abs(each - found) <= np.maximum(1e-4 * squares, 0.05 * abs(found))
     return max(found, 0.0) if bool(close.all()) and abs(found) < _MAX_EPSILON * float(squares.mean()) else None
