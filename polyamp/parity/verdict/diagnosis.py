@@ -16,10 +16,17 @@ from polyamp.parity.trace.sketch import Sketch, sample_indices
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.causes.element_profile import differing_indices
+from polyamp.parity.verdict.causes.element_profile import (
+    attention_evidence,
+    differing_indices,
+    index_evidence,
+)
 from polyamp.parity.verdict.causes.formula_causes import explain_formula
+from polyamp.parity.verdict.causes.gradient_causes import backward_evidence, missing_gradient
+from polyamp.parity.verdict.causes.initial_weights import explain_initial_weight, find_order, is_permutation
 from polyamp.parity.verdict.causes.known_values import known_arrays
 from polyamp.parity.verdict.causes.loss_causes import explain_loss
+from polyamp.parity.verdict.causes.normalizations import has_batch_statistics
 from polyamp.parity.verdict.causes.operation_causes import (
     narrow_operations,
     near_operations,
@@ -27,7 +34,6 @@ from polyamp.parity.verdict.causes.operation_causes import (
 )
 from polyamp.parity.verdict.causes.step_causes import explain_step
 from polyamp.parity.verdict.causes.step_history import StepHistory
-from polyamp.parity.verdict.hidden_modules import is_absent
 from polyamp.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,6 +46,8 @@ _PERMUTATION_MIN_DISTANCE: Final = 1e-2
 _NOT_FROM_UPDATES: Final = ("statistic", "scale", "finite", "applied")
 """What a step reports or updates that no gradient and no optimizer makes."""
 _EPSILON_ATTRIBUTES: Final = ("epsilon", "eps")
+_PROJECTIONS: Final = ("q", "k", "v", "query", "key", "value")
+"""Usual names of an attention's projections, without the suffix "_proj"."""
 _MAX_OPERATIONS: Final = 6
 """Largest number of operations that are listed of a module."""
 
@@ -138,13 +146,7 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
             [_width_text(labels, a, b)],
         )
     if comparison.kind == "missing":
-        without, other = labels if is_absent(comparison.one) else labels[::-1]
-        return Cause(
-            "missing",
-            f"Of {comparison.one.name!r} of {comparison.one.module!r} the loss of {without} does not know; that of "
-            f"{other} does.",
-            [f"{other} has a gradient of root mean square {max(a.rms, b.rms):.3g}; {without} has none."],
-        )
+        return missing_gradient(labels, (comparison.one, comparison.two), known.history.both())
     is_own_setting = comparison.one.what != "input"  # a layer's settings do not explain a difference in its input
     differences = alignment.differences.get(comparison.one.module.partition("#")[0], []) if is_own_setting else []
     attributes = (
@@ -153,7 +155,8 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     if any(kind in _EPSILON_ATTRIBUTES for kind in attributes):
         return Cause("epsilon", f"Another epsilon {where}.", differences)
     if comparison.one.step == 0:
-        return _diagnose_initial_weight(comparison, labels)
+        first = known.history.entries(0).values()
+        return explain_initial_weight(labels, (comparison.one, comparison.two), first)
     if comparison.one.what == "parameter":
         return _diagnose_parameter(comparison, labels)
     if differences and comparison.one.what == "statistic":
@@ -175,10 +178,11 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
             f"Every value of {labels[1]} is {factor:.6g} times that of {labels[0]} {where}.",
             [f"The ratio is the same in all {a.samples().size} elements that were looked at.", *operations],
         )
-    if comparison.distance > _PERMUTATION_MIN_DISTANCE * size and _is_permutation(a, b):
+    if comparison.distance > _PERMUTATION_MIN_DISTANCE * size and is_permutation(a, b):
+        order = find_order(a, b)
         return Cause(
             "layout",
-            f"The same numbers in another order {where}.",
+            f"The same numbers in another order {where}{f': those of {labels[0]} {order}' if order else ''}.",
             [f"Mean {a.mean:.6g}, root mean square {a.rms:.6g} and largest {a.largest:.6g} are alike on both sides."],
         )
     if differences:
@@ -192,17 +196,26 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     if a.width != b.width and "float32" in (a.width, b.width):
         return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
-    places = differing_indices(a, b, comparison.allowed)
+    profile = differing_indices(a, b, comparison.allowed)
+    places = index_evidence(profile)
+    if comparison.one.stage == "backward":
+        places = [*backward_evidence(comparison.one, known.history.both()), *places]
     if phase.name != FLOAT32 and None in comparison.own:
         return Cause(
             "formula",
             f"Further apart than the policy explains {where}; without a run in float32 to compare.",
-            [f"{text}."],
+            [f"{text}.", *places],
         )
     if phase.name != FLOAT32:
         return Cause(
             "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}.", *places]
         )
+    queries = _attention_projections(comparison.one, known)
+    if queries:
+        names = join_first([path.rpartition("/")[2] for path in queries], _MAX_OPERATIONS)
+        container = queries[0].rpartition("/")[0]
+        sentence = f"Another attention in {container!r}: {names} agree, what is made of them (scores, mask) does not."
+        return Cause("formula", sentence, [*attention_evidence(profile), *operations, *places])
     small = comparison.distance < 1e-2 * comparison.scale
     return Cause(
         "formula",
@@ -216,6 +229,16 @@ def _near_modules(entry: Entry) -> list[str]:
     parts = entry.module.partition("#")[0].split("/")
     containers = ["/".join(parts[:end]) for end in range(len(parts))]
     return containers if entry.what == "input" else [*containers, "/".join(parts)]
+
+
+def _attention_projections(entry: Entry, known: Circumstances) -> list[str]:
+    """Return the queries, keys and values in the container of a module whose input differs; empty if it is another."""
+    if entry.what != "input" or entry.stage != "forward":
+        return []
+    container = entry.module.rpartition("/")[0]
+    inside = [path for path in known.alignment.layer_kinds if path.rpartition("/")[0] == container]
+    found = [path for path in inside if path.rpartition("/")[2].removesuffix("_proj") in _PROJECTIONS]
+    return found if len(found) == 3 and entry.module not in found else []  # q, k and v
 
 
 def _hidden_settings(alignment: Alignment) -> list[str]:
@@ -254,8 +277,16 @@ def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: 
     a, b = comparison.one.sketch, comparison.two.sketch
     assert a is not None
     assert b is not None
-    arrays = known_arrays(comparison.one, known.history.entries(0), known.history.entries(1))
     parameters = known.history.parameters()
+    module = comparison.one.module.partition("#")[0]
+    bias = parameters.get((module, "bias"))
+    if known.alignment.layer_kinds.get(module) == "batch_norm" and bias is not None and a.samples().size == a.size:
+        uses = [has_batch_statistics(each.samples(), a.shape, bias) for each in (a, b)]
+        if uses[0] != uses[1]:
+            label, other = known.labels if uses[0] else known.labels[::-1]
+            sentence = f"{label} normalizes by statistics of the batch {where}, {other} does not: in inference mode?"
+            return Cause("formula", sentence, [f"Only {label}'s output has its bias as the mean of each channel."])
+    arrays = known_arrays(comparison.one, *known.history.both())
     return explain_formula(known.labels, (a.samples(), b.samples()), arrays, where, parameters)
 
 
@@ -268,22 +299,6 @@ def _diagnose_parameter(comparison: EntryComparison, labels: tuple[str, str]) ->
         why = comparison.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
         return Cause("formula", f"The optimizers move {what} in another way.", [why, text])
     return Cause("formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [text])
-
-
-def _diagnose_initial_weight(comparison: EntryComparison, labels: tuple[str, str]) -> Cause:
-    """Diagnose a weight that differs before the first step."""
-    a, b = comparison.one.sketch, comparison.two.sketch
-    assert a is not None
-    assert b is not None
-    what = f"{comparison.one.what} {comparison.one.name!r} of {comparison.one.module!r}"
-    text = f"relative distance {comparison.distance / (comparison.scale or 1.0):.1e} before the first step"
-    if _is_permutation(a, b):
-        return Cause("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{text}."])
-    if a.width != b.width:
-        return Cause(
-            "dtype", f"{labels[1]} began with {what} in fewer digits.", [_width_text(labels, a, b), f"{text}."]
-        )
-    return Cause("layout", f"{labels[1]} began with other values of {what}.", [f"{text}."])
 
 
 def _diagnose_number(comparison: EntryComparison, labels: tuple[str, str]) -> Cause:
@@ -349,19 +364,6 @@ def _common_factor(a: Sketch, b: Sketch) -> float | None:
     middle = float(np.median(ratios))
     spread = float(np.max(np.abs(ratios - middle)))
     return middle if spread < _FACTOR_TOLERANCE * abs(middle) and abs(middle - 1.0) > 10 * _FACTOR_TOLERANCE else None
-
-
-def _is_permutation(a: Sketch, b: Sketch) -> bool:
-    import numpy as np
-
-    def near(one: float, other: float) -> bool:
-        return abs(one - other) <= 1e-5 * max(abs(one), abs(other), a.rms)
-
-    if a.size < 2 or not (near(a.mean, b.mean) and near(a.rms, b.rms) and near(a.largest, b.largest)):
-        return False
-    if not a.sums:
-        return bool(np.allclose(np.sort(a.samples()), np.sort(b.samples()), rtol=1e-4, atol=1e-5 * a.rms))
-    return bool(np.linalg.norm(a.samples() - b.samples()) > 0.1 * np.linalg.norm(a.samples()))
 
 
 def _has_common_factor_where_nonzero(a: Sketch, b: Sketch) -> bool:

@@ -59,4 +59,4 @@ def test_losses_of_elements() -> None:
     )
     assert "b does not count some elements that a counts" in said(errors, np.where(errors > 0.5, 0.0, errors))
     assert "element by element: other targets" in said(errors, errors + RNG.standard_normal(errors.shape))
-    assert said(errors, 2.0 * errors) == ""
+    assert "b's gradient with respect to the output is 2 times a's" in said(errors, 2.0 * errors)

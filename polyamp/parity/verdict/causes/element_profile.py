@@ -1,7 +1,8 @@
-"""`differing_indices`: along which indices of an axis two arrays differ, such as the rows of a mask."""
+"""`differing_indices`: at which indices of an axis two arrays differ, such as the rows of a mask, and what it means."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.parity.trace.sketch import Sketch, sample_indices
@@ -18,8 +19,8 @@ _EQUAL_SHARE: Final = 1e-3
 """Largest root mean square of the differences at an index, relative to that of all, at which it counts as equal."""
 
 
-def differing_indices(one: Sketch, two: Sketch, allowed: float) -> list[str]:
-    """Return, as a sentence, the indices of the axes that differ, where others agree; empty if there are none.
+def differing_indices(one: Sketch, two: Sketch, allowed: float) -> dict[int, Array]:
+    """Return axis -> which of its indices differ, for axes at some of whose indices the arrays agree.
 
     Args:
         one, two: the arrays.
@@ -28,11 +29,11 @@ def differing_indices(one: Sketch, two: Sketch, allowed: float) -> list[str]:
     import numpy as np
 
     if one.shape != two.shape or len(one.shape) < 2 or not one.size:
-        return []
+        return {}
     apart = np.square(one.samples() - two.samples())
     least = max(allowed**2 / one.size, _EQUAL_SHARE**2 * float(apart.mean()))
     places = np.unravel_index(sample_indices(one.size), one.shape)
-    texts = []
+    found = {}
     for axis, (place, length) in enumerate(zip(places, one.shape, strict=True)):
         if not 1 < length <= _MAX_LENGTH:
             continue
@@ -41,8 +42,32 @@ def differing_indices(one: Sketch, two: Sketch, allowed: float) -> list[str]:
             continue
         differs = np.bincount(place, weights=apart, minlength=length) / counts > least
         if differs.any() and not differs.all():
-            texts.append(f"{_ranges(differs)} of axis {axis} (length {length})")
+            found[axis] = differs
+    return found
+
+
+def index_evidence(profile: Mapping[int, Array]) -> list[str]:
+    """Return the result of `differing_indices` as a sentence; empty if there is no such axis."""
+    texts = [f"{_ranges(mask)} of axis {axis} (length {mask.size})" for axis, mask in profile.items()]
     return [f"They differ only at {', and at '.join(texts)}."] if texts else []
+
+
+def attention_evidence(profile: Mapping[int, Array]) -> list[str]:
+    """Return what the indices say of an attention's output of shape (rows, positions, channels), a sentence each."""
+    found = []
+    rows, positions, channels = (profile.get(axis) for axis in range(3))
+    if positions is not None and not positions[0] and positions[1:].all():
+        found.append(
+            "Position 0, which attends to itself alone, agrees: the scores differ (scale, rotation or positions, a "
+            "bias), and not the values."
+        )
+    if positions is not None and not positions[-1] and positions[:-1].all():
+        found.append("The last position, which sees all others, agrees: the causal mask differs.")
+    if rows is not None:
+        found.append("Some rows of the batch agree, such as those without padding: the padding mask differs.")
+    if channels is not None:
+        found.append("Some channels agree: some heads are given the keys, values or scores of others.")
+    return found
 
 
 def _ranges(mask: Array) -> str:

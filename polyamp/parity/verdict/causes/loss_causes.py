@@ -127,4 +127,6 @@ def _elementwise(labels: tuple[str, str], gradients: tuple[Sketch, Sketch], numb
     if cosine > 1.0 - _EQUAL:
         return None
     sentence = f"{_ALIKE}: its gradients differ element by element: other targets, or another formula of the error."
-    return Cause("formula", sentence, [f"The cosine of both gradients with respect to the output is {cosine:.3g}.", numbers])
+    return Cause(
+        "formula", sentence, [f"The cosine of both gradients with respect to the output is {cosine:.3g}.", numbers]
+    )

@@ -80,6 +80,20 @@ def epsilon_texts(one: Normalization, two: Normalization, labels: tuple[str, str
     return f"{labels[1]}'s is {'larger' if apart > 0 else 'smaller'} by {abs(apart):.2g}"
 
 
+def has_batch_statistics(values: Array, shape: tuple[int, ...], bias: Array) -> bool:
+    """Return whether an output was normalized by statistics of the batch, so that its mean in each channel is the bias.
+
+    Args:
+        values: the stored elements, which must be all.
+        shape: of the output, channels last.
+        bias: of the layer.
+    """
+    import numpy as np
+
+    means = values.reshape(-1, shape[-1]).mean(0)
+    return bool(np.allclose(means, bias, atol=1e-4 * float(np.abs(values).max())))
+
+
 def _inputs(known: Sequence[KnownArray]) -> Iterator[tuple[str, Array, tuple[int, ...]]]:
     for each in known:
         yield each.name, each.values, each.shape

@@ -67,6 +67,10 @@ class StepHistory:
         """Return the entries of a side's current step: 0 for the first side, 1 for the other."""
         return self._now[side]
 
+    def both(self) -> tuple[Mapping[Any, Entry], Mapping[Any, Entry]]:
+        """Return the entries of both sides' current step."""
+        return self._now
+
     def parameters(self) -> dict[ParameterKey, Array]:
         """Return the first side's parameters before this step."""
         return _samples(self._earlier[0], lambda e: e.what == "parameter")
