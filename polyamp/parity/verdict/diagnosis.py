@@ -21,13 +21,14 @@ from polyamp.parity.verdict.causes.element_profile import (
     differing_indices,
     index_evidence,
 )
-from polyamp.parity.verdict.causes.formula_causes import explain_formula
+from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
 from polyamp.parity.verdict.causes.gradient_causes import backward_evidence, missing_gradient
 from polyamp.parity.verdict.causes.initial_weights import explain_initial_weight, find_order, is_permutation
-from polyamp.parity.verdict.causes.known_values import known_arrays
+from polyamp.parity.verdict.causes.known_values import known_arrays, known_columns
 from polyamp.parity.verdict.causes.loss_causes import explain_loss
 from polyamp.parity.verdict.causes.normalizations import has_batch_statistics
 from polyamp.parity.verdict.causes.operation_causes import (
+    call_differences,
     narrow_operations,
     near_operations,
     operation_differences,
@@ -167,7 +168,11 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         narrow = narrow_operations(labels, near, where) if phase.name == FLOAT32 else None
         if narrow is not None:
             return narrow
-        operations = [*_hidden_settings(alignment), *operation_differences(labels, known.traces, near)]
+        operations = [
+            *call_differences(labels, known.history.both(), alignment),
+            *_hidden_settings(alignment),
+            *operation_differences(labels, known.traces, near),
+        ]
         formula = _diagnose_formula(comparison, known, where)
         if formula is not None:
             return formula._replace(evidence=[*formula.evidence, *operations, *differences])
@@ -210,6 +215,12 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         return Cause(
             "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}.", *places]
         )
+    if (
+        comparison.one.what == "output"
+        and alignment.layer_kinds.get(comparison.one.module.partition("#")[0]) == "embedding"
+    ):
+        sentence = f"Other rows are looked up {where}: the indices differ, or their order."
+        return Cause("formula", sentence, [*operations, *places])
     queries = _attention_projections(comparison.one, known)
     if queries:
         names = join_first([path.rpartition("/")[2] for path in queries], _MAX_OPERATIONS)
@@ -287,7 +298,11 @@ def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: 
             sentence = f"{label} normalizes by statistics of the batch {where}, {other} does not: in inference mode?"
             return Cause("formula", sentence, [f"Only {label}'s output has its bias as the mean of each channel."])
     arrays = known_arrays(comparison.one, *known.history.both())
-    return explain_formula(known.labels, (a.samples(), b.samples()), arrays, where, parameters)
+    found = explain_formula(known.labels, (a.samples(), b.samples()), arrays, where, parameters)
+    if found is not None or len(a.shape) < 2 or a.shape != b.shape or a.samples().size != a.size:
+        return found
+    one, two = (each.samples().reshape(-1, a.shape[-1]) for each in (a, b))
+    return explain_columns(known.labels, (one, two), known_columns(comparison.one, *known.history.both()), where)
 
 
 def _diagnose_parameter(comparison: EntryComparison, labels: tuple[str, str]) -> Cause:

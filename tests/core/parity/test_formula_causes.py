@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from polyamp.contract.casting_report import OperationCount
-from polyamp.parity.trace.sketch import sample_indices
-from polyamp.parity.trace.trace import Trace
+from polyamp.parity.trace.sketch import sample_indices, sketch
+from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.causes.formula_causes import explain_formula
+from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
 from polyamp.parity.verdict.causes.known_values import KnownArray
 from polyamp.parity.verdict.causes.operation_causes import (
+    call_differences,
     narrow_operations,
     near_operations,
     operation_differences,
@@ -56,6 +57,9 @@ def said(one: Array, two: Array) -> str:
         (UP + SKIP, UP, "a computes up + skip, b computes up"),
         (UP + SKIP, UP + GATE, "a computes up + skip, b computes up + gate"),
         (UP / 4, UP / 8, "a computes 0.25 * up, b computes 0.125 * up"),
+        (act("relu", UP), UP.clip(0.0, 0.5), "b computes up clipped to 0 and 0.5"),
+        (SKIP + SCALE * UP, SKIP + UP, "a computes skip + norm.scale * up, b computes up + skip"),
+        (SKIP + SCALE * UP, SCALE * (UP + SKIP), "b computes norm.scale * (up + skip)"),
         (UP + SKIP, RNG.standard_normal((8, 16)), "a computes up + skip, b does not"),
     ],
 )
@@ -101,6 +105,14 @@ def test_nothing_is_said_of_unknown_formulas() -> None:
     assert said(act("gelu", UP), act("gelu", UP)) == ""
 
 
+def test_the_columns_of_a_joined_array_have_formulas_too() -> None:
+    one, two = (np.concatenate([act(name, UP), GATE], 1) for name in ("relu", "silu"))
+    found = explain_columns(("a", "b"), (one, two), KNOWN[:1], "here")
+    assert found is not None
+    assert found.sentence == "Other formulas in columns 0 to 15 of 32 here: a has relu of up, b has silu of up."
+    assert explain_columns(("a", "b"), (one, one), KNOWN[:1], "here") is None
+
+
 def trace(*operations: tuple[str, str, str]) -> Trace:
     return Trace(side="a", phase="float32", operations=[OperationCount(*each, "", 1) for each in operations])
 
@@ -127,3 +139,16 @@ def test_operations_of_one_side_alone_are_listed_in_one_framework() -> None:
     foreign = trace(("block", "dot_general", "float32"), ("block", "exp", "float32"))
     assert operation_differences(("a", "b"), (WHOLE, foreign), [near[0], foreign.operations]) == []
     assert len(near[0]) == 2  # an inner module without a partner belongs to its container
+
+
+def test_layers_that_one_side_calls_instead_of_others_are_named() -> None:
+    def step(*modules: str) -> dict[Any, Entry]:
+        made = sketch(UP.astype("f4"), "float32")
+        return {m: Entry(step=1, stage="forward", module=m, what="output", sketch=made) for m in modules}
+
+    aligned = Alignment(modules={"": ""}, layer_kinds={"layers/0": "dense", "layers/1": "dense"})
+    sides = step("layers/0", "layers/1"), step("layers/0", "layers/0#2")
+    assert call_differences(("a", "b"), sides, aligned) == [
+        "Calls: a calls 'layers/1' more often; b calls 'layers/0' more often."
+    ]
+    assert call_differences(("a", "b"), (sides[0], step("layers/0")), aligned) == []  # it may not show the other's

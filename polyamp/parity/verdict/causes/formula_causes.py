@@ -7,12 +7,14 @@ are tried against the recorded values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from polyamp.parity.trace.sketch import sample_indices
 from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.known_values import KnownArray
-from polyamp.parity.verdict.causes.normalizations import epsilon_texts, find_normalization
+from polyamp.parity.verdict.causes.normalizations import Parameters, epsilon_texts, find_normalization
 from polyamp.parity.verdict.causes.update_rule import fit
 from polyamp.porting.layouts.activations import ACTIVATION_NAMES, apply_activation
 
@@ -47,7 +49,7 @@ def explain_formula(
     sides: tuple[Array, Array],
     known: Sequence[KnownArray],
     where: str,
-    parameters: Mapping[tuple[str, str], Array],
+    parameters: Parameters,
 ) -> Cause | None:
     """Return the formulas of both sides; None if that of neither is recognised.
 
@@ -66,7 +68,7 @@ def explain_formula(
         measured = epsilon_texts(normal[0], normal[1], labels)
         return Cause("epsilon", f"Another epsilon of {normal[0].text}, {where}: {measured}.", evidence)
     one, two = (
-        _formula(side, known) or (None if each is None else ValueFormula(each.text, _EQUAL))
+        _formula(side, known, parameters) or (None if each is None else ValueFormula(each.text, _EQUAL))
         for side, each in zip(sides, normal, strict=True)
     )
     if one is not None and two is not None and one.text != two.text:
@@ -81,9 +83,75 @@ def explain_formula(
     return None
 
 
-def _formula(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
+def explain_columns(
+    labels: tuple[str, str], sides: tuple[Array, Array], parts: Sequence[KnownArray], where: str
+) -> Cause | None:
+    """Return the formulas of both sides in some columns, where several arrays were joined; None if there are none.
+
+    Args:
+        labels: of both sides.
+        sides: the array that differs, as (rows, columns).
+        parts: arrays with the same rows and fewer columns that agree.
+        where: the place, in words.
+    """
+    for part in parts:
+        width = part.shape[-1]
+        for begin in range(sides[0].shape[1] - width + 1):
+            columns = [side[:, begin : begin + width].ravel() for side in sides]
+            if columns[0].size < _MIN_ELEMENTS or _error(*columns) <= _EQUAL:
+                continue
+            one, two = (_activation(each, [part]) or _clip(each, [part]) for each in columns)
+            if one is None or two is None:
+                continue
+            texts = [f"{label} has {each.text}" for label, each in zip(labels, (one, two), strict=True)]
+            place = f"columns {begin} to {begin + width - 1} of {sides[0].shape[1]}"
+            error = max(one.error, two.error, 1e-8)
+            sentence = f"Other formulas in {place} {where}: {', '.join(texts)}."
+            return Cause("formula", sentence, [f"Each gives its side's values to {error:.0e}."])
+    return None
+
+
+def _formula(values: Array, known: Sequence[KnownArray], parameters: Parameters) -> ValueFormula | None:
     """Return the simplest formula of known arrays that gives some values."""
-    return _activation(values, known) or _gate(values, known) or _sum(values, known) or _dropout(values, known)
+    return (
+        _activation(values, known)
+        or _clip(values, known)
+        or _gate(values, known)
+        or _sum(values, known)
+        or _scaled_sum(values, known, parameters)
+        or _dropout(values, known)
+    )
+
+
+def _clip(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
+    """Return the known array that is clipped to the range of some values."""
+    low, high = float(values.min()), float(values.max())
+    return _best(
+        ValueFormula(f"{each.name} clipped to {low:.4g} and {high:.4g}", _error(values, each.values.clip(low, high)))
+        for each in known[:_MAX_GATES]
+    )
+
+
+def _scaled_sum(values: Array, known: Sequence[KnownArray], parameters: Parameters) -> ValueFormula | None:
+    """Return the known array times a parameter of its channels, alone or added to another, that gives some values."""
+    for (module, name), scale in parameters.items():
+        for each in known:
+            width = each.shape[-1] if len(each.shape) > 1 else 0
+            if scale.size != width:
+                continue
+            factors = scale[sample_indices(math.prod(each.shape)) % width]
+            path, scaled = f"{module}.{name}", each.values * factors
+            found = _best(
+                ValueFormula(text, _error(values, array))
+                for text, array in (
+                    (f"{path} * {each.name}", scaled),
+                    *((f"{x.name} + {path} * {each.name}", x.values + scaled) for x in known if x is not each),
+                    *((f"{path} * ({each.name} + {x.name})", scaled + factors * x.values) for x in known),
+                )
+            )
+            if found is not None:
+                return found
+    return None
 
 
 def _dropout(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:

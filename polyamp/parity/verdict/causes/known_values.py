@@ -47,7 +47,7 @@ class KnownArray(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether every element is stored."""
-        return _size(self.shape) == self.values.size
+        return math.prod(self.shape) == self.values.size
 
 
 def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
@@ -56,6 +56,26 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
     Behind them stand reductions over inner axes of larger ones, such as the mean over positions.
     """
     assert entry.sketch is not None
+    size, shape = entry.sketch.size, entry.sketch.shape
+    latest = _agreed(entry, ours, theirs)
+    same = [each for each in latest if math.prod(each.shape) == size]
+    larger = [each for each in latest if each.is_whole and math.prod(each.shape) > size][:_MAX_REDUCED]
+    return [*same[:_MAX_ARRAYS], *(made for each in larger for made in _reductions(each, shape))]
+
+
+def known_columns(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
+    """Return whole arrays with the rows of an entry's and fewer columns that were recorded before it and agree."""
+    assert entry.sketch is not None
+    shape = entry.sketch.shape
+    return [
+        each
+        for each in _agreed(entry, ours, theirs)
+        if each.is_whole and each.shape[:-1] == shape[:-1] and 1 < each.shape[-1] < shape[-1]
+    ][:_MAX_ARRAYS]
+
+
+def _agreed(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
+    """Return the arrays of the forward pass that were recorded before an entry and agree, the latest first."""
     found: list[KnownArray] = []
     for each in ours.values():
         if entry_key(each) == entry_key(entry):
@@ -63,15 +83,11 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
         other = theirs.get(entry_key(each))
         if each.stage != "forward" or each.sketch is None or other is None or other.sketch is None:
             continue
-        if each.what not in _WORDS or each.sketch.size < entry.sketch.size:
+        if each.what not in _WORDS or not each.sketch.shape:
             continue
         if sketch_distance(each.sketch, other.sketch) <= _EQUAL * max(each.sketch.norm, 1e-30):
             found.append(KnownArray(each.module, _WORDS[each.what], each.sketch.samples(), each.sketch.shape))
-    latest = _without_repeats(found[::-1])
-    size, shape = entry.sketch.size, entry.sketch.shape
-    same = [each for each in latest if each.values.size == entry.sketch.samples().size and _size(each.shape) == size]
-    larger = [each for each in latest if each.is_whole and _size(each.shape) > size][:_MAX_REDUCED]
-    return [*same[:_MAX_ARRAYS], *(made for each in larger for made in _reductions(each, shape))]
+    return _without_repeats(found[::-1])
 
 
 def _reductions(array: KnownArray, shape: tuple[int, ...]) -> list[KnownArray]:
@@ -90,10 +106,6 @@ def _reductions(array: KnownArray, shape: tuple[int, ...]) -> list[KnownArray]:
     }
     inner = "" if array.what == "output" else f" of {array.what}"
     return [KnownArray(array.module, f"{words}{inner}", np.ravel(x), shape) for words, x in made.items()]
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
 
 
 def _without_repeats(arrays: list[KnownArray]) -> list[KnownArray]:

@@ -1,21 +1,23 @@
-"""Operations that only one side runs near a difference: the dtype of a float32 run, and names in one framework."""
+"""Operations and layers that only one side runs: in 16 bits in a float32 run, under other names, more often."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from polyamp.contract.casting_report import OperationCount
 from polyamp.errors import join_first
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.parity.trace.trace import Trace
+from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment, nearest_module
 from polyamp.parity.verdict.causes.cause import Cause
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 
 _SAME_FRAMEWORK_SHARE: Final = 0.6
 """Least share of operation names that both sides have, of all, at which names can be compared."""
 _MAX_OPERATIONS: Final = 5
+_MAX_LAYERS: Final = 2
 
 
 def near_operations(trace: Trace, alignment: Alignment, modules: Iterable[str]) -> list[OperationCount]:
@@ -69,6 +71,29 @@ def operation_differences(
             listed = [name if number == 1 else f"{number} {name}" for name, number in only.items()]
             texts.append(f"in {label} alone {join_first(listed, _MAX_OPERATIONS)}")
     return [f"Operations: {'; '.join(texts)}."] if texts else []
+
+
+def call_differences(
+    labels: tuple[str, str], sides: tuple[Mapping[Any, Entry], Mapping[Any, Entry]], alignment: Alignment
+) -> list[str]:
+    """Return which layers only one side calls, or calls more often, as a sentence; empty if there are none.
+
+    Args:
+        labels: of both sides.
+        sides: all entries of the step, of both sides.
+        alignment: alignment of the sides.
+    """
+    calls = [
+        Counter(e.module.partition("#")[0] for e in side.values() if e.what == "output" and e.stage == "forward")
+        for side in sides
+    ]
+    layers = [path for path, kind in alignment.layer_kinds.items() if kind not in RECURRENT_KINDS]
+    texts = []
+    for number in (0, 1):
+        more = [path for path in layers if calls[number][path] > calls[1 - number][path]]
+        listed = join_first([f"{path!r}" for path in more], _MAX_LAYERS)
+        texts += [f"{labels[number]} calls {listed} more often"] if more else []
+    return [f"Calls: {'; '.join(texts)}."] if len(texts) == len(sides) else []
 
 
 def _is_narrow(row: OperationCount) -> bool:
