@@ -119,7 +119,7 @@ def _policy_name(policy: Policy) -> str:
 
 def trains(recipe: Recipe) -> bool:
     """Return whether a recipe is the user's, and not the one with which a loop's passes are recorded."""
-    return getattr(recipe.optimizer, "learning_rate", None) != 0.0
+    return not (is_spec(recipe.optimizer) and recipe.optimizer.learning_rate == 0.0)
 
 
 def phase_dtypes(recipe: Recipe | None, phase: Phase) -> set[str]:

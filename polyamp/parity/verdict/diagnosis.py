@@ -33,6 +33,7 @@ from polyamp.parity.verdict.causes.operation_causes import (
     near_operations,
     operation_differences,
 )
+from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
 from polyamp.parity.verdict.causes.step_causes import explain_step
 from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.recipe.recipe import Recipe
@@ -125,7 +126,9 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     a, b = comparison.one.sketch, comparison.two.sketch
     where = _location_text(comparison.one, after)
     if a is None or b is None:
-        return _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
+        found = _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
+        settings = recipe_differences(labels, known.recipes) if comparison.one.stage == "step" else []
+        return found._replace(evidence=[*found.evidence, *settings])
     if a.nonfinite != b.nonfinite:
         counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
         return Cause("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
@@ -256,7 +259,7 @@ def _hidden_settings(alignment: Alignment) -> list[str]:
     """Return the settings that differ of layers whose own output is not compared, such as activations."""
     compared = set(alignment.modules.values())
     lines = dict.fromkeys(line for path, own in alignment.differences.items() if path not in compared for line in own)
-    return [f"Other settings of a layer whose output is not compared: {line}." for line in lines]
+    return [f"Other settings of layers whose output is not compared: {join_first(list(lines), 2)}."] if lines else []
 
 
 def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause | None:
@@ -265,9 +268,11 @@ def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause |
     if entry.step < 1 or entry.stage not in ("step", "update") or entry.what in _NOT_FROM_UPDATES:
         return None
     found = explain_step(known.labels, entry.step, known.recipes, known.history.updates())
-    if found is None or entry.number is None:
-        return found
-    return found._replace(evidence=[*found.evidence, _number_text(comparison, known.labels)])
+    settings = recipe_differences(known.labels, known.recipes)
+    if found is None:
+        return Cause("formula", settings[0], []) if settings and entry.number is None else None
+    numbers = [] if entry.number is None else [_number_text(comparison, known.labels)]
+    return found._replace(evidence=[*found.evidence, *settings, *numbers])
 
 
 def _diagnose_loss(comparison: EntryComparison, known: Circumstances) -> Cause | None:

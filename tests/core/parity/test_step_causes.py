@@ -11,6 +11,7 @@ from polyamp import Recipe, adamw, rmsprop, schedules, sgd
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage
 from polyamp.parity.verdict.causes.cause import Cause
+from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
 from polyamp.parity.verdict.causes.step_causes import explain_step
 from polyamp.parity.verdict.causes.step_history import StepHistory
 
@@ -335,3 +336,12 @@ def test_the_side_is_named_that_has_the_rule() -> None:
     swapped = cause(Loop(nesterov=True), Loop(), CLIPPED)
     assert swapped is not None
     assert swapped.sentence == "one uses Nesterov's momentum, two does not."
+
+
+def test_recipes_that_differ_are_a_sentence_of_settings() -> None:
+    other = CLIPPED.replace(clip_norm=None, optimizer=sgd(RATE, momentum=0.8))
+    assert recipe_differences(("one", "two"), (CLIPPED, other)) == [
+        "The recipes differ: momentum is 0.9 in one and 0.8 in two; clip_norm is 0.5 in one and None in two."
+    ]
+    assert recipe_differences(("one", "two"), (CLIPPED, CLIPPED.replace(policy="mixed_bfloat16"))) == []
+    assert recipe_differences(("one", "two"), (CLIPPED, None)) == []

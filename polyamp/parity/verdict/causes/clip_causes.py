@@ -110,7 +110,8 @@ def _micro_batches(facts: StepFacts, larger: int, times: float, evidence: list[s
     if facts.clipped_norm(0) is not None or facts.clipped_norm(1) is not None:
         return None
     parts = {recipe.accumulate_steps for recipe in facts.recipes if recipe is not None} - {1}
-    for count in parts or (() if facts.is_plain else range(2, _MAX_MICRO_BATCHES + 1)):
+    is_open = not facts.is_plain and None in facts.recipes  # a recipe divides by the number that it says
+    for count in parts or (range(2, _MAX_MICRO_BATCHES + 1) if is_open else ()):
         if is_near(times, count):
             return Cause(
                 "factor",

@@ -10,6 +10,7 @@ from polyamp.array_namespace import PYTHON
 from polyamp.errors import join_first
 from polyamp.parity.verdict.causes.step_history import ParameterKey, SideUpdate
 from polyamp.parity.verdict.causes.update_rule import SECOND_MOMENTS, MomentRule
+from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 
 TOLERANCE: Final = 3e-3
@@ -51,8 +52,8 @@ class StepFacts(NamedTuple):
     @property
     def rate(self) -> float | None:
         """Learning rate of this step by the first recipe that says it."""
-        specs = [recipe.optimizer for recipe in self.recipes if recipe is not None]
-        return next((float(each.rate(self.step - 1, PYTHON)) for each in specs if hasattr(each, "rate")), None)
+        specs = [recipe.optimizer for recipe in self.recipes if recipe is not None and is_spec(recipe.optimizer)]
+        return float(specs[0].rate(self.step - 1, PYTHON)) if specs else None
 
     @property
     def is_plain(self) -> bool:
