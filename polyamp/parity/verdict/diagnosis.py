@@ -176,7 +176,7 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
             *_hidden_settings(alignment),
             *operation_differences(labels, known.traces, near),
         ]
-        formula = _diagnose_formula(comparison, known, where)
+        formula = _diagnose_formula(comparison, known, _location_text(comparison.one, ""))
         if formula is not None:
             return formula._replace(evidence=[*formula.evidence, *operations, *differences])
     factor = _common_factor(a, b)

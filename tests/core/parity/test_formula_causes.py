@@ -60,6 +60,7 @@ def said(one: Array, two: Array) -> str:
         (act("relu", UP), UP.clip(0.0, 0.5), "b computes up clipped to 0 and 0.5"),
         (SKIP + SCALE * UP, SKIP + UP, "a computes skip + norm.scale * up, b computes up + skip"),
         (SKIP + SCALE * UP, SCALE * (UP + SKIP), "b computes norm.scale * (up + skip)"),
+        (UP + SKIP, 0 * UP, "a computes up + skip, b computes 0 everywhere"),
         (UP + SKIP, RNG.standard_normal((8, 16)), "a computes up + skip, b does not"),
     ],
 )
@@ -96,8 +97,8 @@ def test_the_factor_of_a_gemma_norm_is_one_plus_its_weight() -> None:
 
 def test_a_dropout_is_told_from_its_zeros_and_its_factor() -> None:
     mask = RNG.random((8, 16)) >= 0.25
-    assert "b computes up with" in said(UP, UP * mask / 0.75)
-    assert "dropped, the others times 1.333" in said(SKIP + UP, SKIP + UP * mask / 0.75)
+    assert "b computes dropout(up; " in said(UP, UP * mask / 0.75)
+    assert " are 0, the others times 1.333)" in said(SKIP + UP, SKIP + UP * mask / 0.75)
 
 
 def test_nothing_is_said_of_unknown_formulas() -> None:
@@ -109,7 +110,7 @@ def test_the_columns_of_a_joined_array_have_formulas_too() -> None:
     one, two = (np.concatenate([act(name, UP), GATE], 1) for name in ("relu", "silu"))
     found = explain_columns(("a", "b"), (one, two), KNOWN[:1], "here")
     assert found is not None
-    assert found.sentence == "Other formulas in columns 0 to 15 of 32 here: a has relu of up, b has silu of up."
+    assert found.sentence == "a has relu of up, b has silu of up in columns 0 to 15 of 32: other formulas here."
     assert explain_columns(("a", "b"), (one, one), KNOWN[:1], "here") is None
 
 

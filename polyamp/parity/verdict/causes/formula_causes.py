@@ -74,12 +74,12 @@ def explain_formula(
     if one is not None and two is not None and one.text != two.text:
         texts = [f"{label} computes {each.text}" for label, each in zip(labels, (one, two), strict=True)]
         evidence = [f"Each gives its side's values to {max(one.error, two.error, 1e-8):.0e}."]
-        return Cause("formula", f"Other formulas {where}: {', '.join(texts)}.", evidence)
+        return Cause("formula", f"{', '.join(texts)}: other formulas {where}.", evidence)
     found = one or two
     if found is not None and (one is None or two is None):
         label, other = labels if two is None else labels[::-1]
         evidence = [f"This gives {label}'s values to {max(found.error, 1e-8):.0e}."]
-        return Cause("formula", f"Another formula {where}: {label} computes {found.text}, {other} does not.", evidence)
+        return Cause("formula", f"{label} computes {found.text}, {other} does not: another formula {where}.", evidence)
     return None
 
 
@@ -106,7 +106,7 @@ def explain_columns(
             texts = [f"{label} has {each.text}" for label, each in zip(labels, (one, two), strict=True)]
             place = f"columns {begin} to {begin + width - 1} of {sides[0].shape[1]}"
             error = max(one.error, two.error, 1e-8)
-            sentence = f"Other formulas in {place} {where}: {', '.join(texts)}."
+            sentence = f"{', '.join(texts)} in {place}: other formulas {where}."
             return Cause("formula", sentence, [f"Each gives its side's values to {error:.0e}."])
     return None
 
@@ -114,13 +114,19 @@ def explain_columns(
 def _formula(values: Array, known: Sequence[KnownArray], parameters: Parameters) -> ValueFormula | None:
     """Return the simplest formula of known arrays that gives some values."""
     return (
-        _activation(values, known)
+        _constant(values)
+        or _activation(values, known)
         or _clip(values, known)
         or _gate(values, known)
         or _sum(values, known)
         or _scaled_sum(values, known, parameters)
         or _dropout(values, known)
     )
+
+
+def _constant(values: Array) -> ValueFormula | None:
+    """Return the number that all values are."""
+    return ValueFormula(f"{values[0]:.4g} everywhere", 0.0) if (values == values[0]).all() else None
 
 
 def _clip(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
@@ -169,7 +175,7 @@ def _dropout(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
             factor = float(np.median(ratios[~zeros]))
             if float(np.abs(ratios[~zeros] - factor).max()) > _DROPOUT_ERROR * abs(factor):
                 continue
-            name = f"{each.name} with {zeros.mean():.0%} of its elements dropped, the others times {factor:.4g}"
+            name = f"dropout({each.name}; {zeros.mean():.0%} are 0, the others times {factor:.4g})"
             return ValueFormula(name if rest is None else f"{rest.name} + {name}", _DROPOUT_ERROR)
     return None
 
