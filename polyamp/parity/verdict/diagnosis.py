@@ -15,6 +15,7 @@ from polyamp.parity.report_data import Divergence, SideValues
 from polyamp.parity.trace.sketch import Sketch, sample_indices
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.causes.attention_formulas import explain_attention
 from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.element_profile import (
     attention_evidence,
@@ -48,8 +49,6 @@ _PERMUTATION_MIN_DISTANCE: Final = 1e-2
 _NOT_FROM_UPDATES: Final = ("statistic", "scale", "finite", "applied")
 """What a step reports or updates that no gradient and no optimizer makes."""
 _EPSILON_ATTRIBUTES: Final = ("epsilon", "eps")
-_PROJECTIONS: Final = ("q", "k", "v", "query", "key", "value")
-"""Usual names of an attention's projections, without the suffix "_proj"."""
 _MAX_OPERATIONS: Final = 6
 """Largest number of operations that are listed of a module."""
 
@@ -226,10 +225,14 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         return Cause("formula", sentence, [*operations, *places])
     queries = _attention_projections(comparison.one, known)
     if queries:
-        names = join_first([path.rpartition("/")[2] for path in queries], _MAX_OPERATIONS)
-        container = queries[0].rpartition("/")[0]
-        sentence = f"Another attention in {container!r}: {names} agree, what is made of them (scores, mask) does not."
-        return Cause("formula", sentence, [*attention_evidence(profile), *operations, *places])
+        container = comparison.one.module.rpartition("/")[0]
+        outputs = [known.history.output(path) for path in queries.values()]
+        sentence = (
+            f"Another attention in {container!r}: {join_first(list(queries), 3)} agree, what is made of them does not."
+        )
+        cause = explain_attention(labels, (a, b), outputs, container) or Cause("formula", sentence, [])
+        evidence = [*cause.evidence, *attention_evidence(profile), *operations, *places]
+        return cause._replace(evidence=evidence or [f"{text}."])
     small = comparison.distance < 1e-2 * comparison.scale
     return Cause(
         "formula",
@@ -245,14 +248,19 @@ def _near_modules(entry: Entry) -> list[str]:
     return containers if entry.what == "input" else [*containers, "/".join(parts)]
 
 
-def _attention_projections(entry: Entry, known: Circumstances) -> list[str]:
-    """Return the queries, keys and values in the container of a module whose input differs; empty if it is another."""
+def _attention_projections(entry: Entry, known: Circumstances) -> dict[str, str]:
+    """Return "query", "key", "value" -> path, in the container of a module whose input differs; or an empty dict."""
     if entry.what != "input" or entry.stage != "forward":
-        return []
+        return {}
     container = entry.module.rpartition("/")[0]
     inside = [path for path in known.alignment.layer_kinds if path.rpartition("/")[0] == container]
-    found = [path for path in inside if path.rpartition("/")[2].removesuffix("_proj") in _PROJECTIONS]
-    return found if len(found) == 3 and entry.module not in found else []  # q, k and v
+    found = {
+        role: path
+        for role in ("query", "key", "value")
+        for path in inside
+        if path.rpartition("/")[2].removesuffix("_proj") in (role, role[0])
+    }
+    return found if len(found) == 3 and entry.module not in found.values() else {}  # one of each role
 
 
 def _hidden_settings(alignment: Alignment) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from polyamp.parity.trace.sketch import Sketch
 from polyamp.parity.trace.trace import Entry
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class StepHistory:
     def both(self) -> tuple[Mapping[Any, Entry], Mapping[Any, Entry]]:
         """Return the entries of both sides' current step."""
         return self._now
+
+    def output(self, module: str) -> Sketch | None:
+        """Return the first side's output of a module in this step; None if there is none."""
+        found = (e for e in self._now[0].values() if (e.module, e.stage, e.what) == (module, "forward", "output"))
+        return next((entry.sketch for entry in found), None)
 
     def parameters(self) -> dict[ParameterKey, Array]:
         """Return the first side's parameters before this step."""
