@@ -73,7 +73,7 @@ ENCODER: Final = (
     fault(_E, "torch torch", "loss", "smoothed by 0.2", "loss", ("label_smoothing=0.1", "label_smoothing=0.2"), says="formula"),
     fault(_E, "torch nnx", "loss", "softmax over the rows", "loss", ("jax.nn.log_softmax(logits)", "jax.nn.log_softmax(logits, 0)"), says="formula"),
     fault(_E, "torch nnx", "randomness", "no dropout behind the MLP", "layers/0/norm2 layers/0/dropout2", ("self.dropout2(self.down(jax.nn.gelu(self.up(x), approximate=False)))", "self.down(jax.nn.gelu(self.up(x), approximate=False))"), **_DROP),
-    fault(_E, "torch torch", "randomness", "rate of 0.1 behind the embeddings", "embeddings/dropout", ("        self.dropout = nn.Dropout(RATE)", "        self.dropout = nn.Dropout(0.1)"), **_DROP),
+    fault(_E, "torch torch", "randomness", "rate of 0.1 behind the embeddings", "embeddings/dropout embeddings layers/0", ("        self.dropout = nn.Dropout(RATE)", "        self.dropout = nn.Dropout(0.1)"), **_DROP),
     fault(_E, "torch torch", "randomness", "whole rows dropped behind the embeddings", "embeddings/dropout embeddings", ("        self.dropout = nn.Dropout(RATE)", "        self.dropout = nn.Dropout1d(RATE)"), **_DROP),
     fault(_E, "torch torch", "randomness", "no dropout behind the embeddings, dropout off", "anywhere", ("return self.dropout(self.norm(x))", "return self.norm(x)"), says="~dropout"),
     fault(_E, "nnx nnx", "randomness", "no dropout behind the MLP, dropout off", "anywhere", ("self.dropout2(self.down(jax.nn.gelu(self.up(x), approximate=False)))", "self.down(jax.nn.gelu(self.up(x), approximate=False))"), says="~dropout", under=BRAIN),

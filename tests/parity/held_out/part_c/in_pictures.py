@@ -36,7 +36,7 @@ CONVNET: Final = (
     fault(_C, "torch nnx", "formula", "branch kept at 0.9", "next norm", ("return x + h * self.gamma[...]", "return x + 0.9 * h * self.gamma[...]"), says="formula|factor"),
     fault(_C, "nnx torch", "formula", "maximum over the places", "norm", ("self.norm(x.mean((2, 3)))", "self.norm(x.amax((2, 3)))")),
     fault(_C, "torch torch", "formula", "bias of the depthwise kernel forgotten", "next/depthwise next/norm next", ("self.depthwise(x).permute", "functional.conv2d(x, self.depthwise.weight, padding=2, groups=WIDTH).permute"), says="formula|missing"),
-    fault(_C, "torch torch", "stopped", "scale of the layer frozen", "next", ("(h * self.gamma)", "(h * self.gamma.detach())"), stage="backward"),
+    fault(_C, "torch torch", "stopped", "scale of the layer frozen", "next next/gamma", ("(h * self.gamma)", "(h * self.gamma.detach())"), stage="backward"),
     fault(_C, "torch nnx", "halved", "no gradient through the first residual", "stem mbconv", ("return x + self.norm2(", "return jax.lax.stop_gradient(x) + self.norm2("), stage="backward", says="missing|formula|factor"),
     fault(_C, "torch keras", "loss", "labels smoothed", "loss", ('tf.nn.sparse_softmax_cross_entropy_with_logits(labels=batch["labels"], logits=logits)', 'tf.nn.softmax_cross_entropy_with_logits(labels=0.9 * tf.one_hot(batch["labels"], CLASSES) + 0.1 / CLASSES, logits=logits)'), says="formula"),
     fault(_C, "torch torch", "loss", "softmax taken twice", "loss", ("functional.cross_entropy(model(batch).float(),", "functional.cross_entropy(model(batch).float().softmax(-1),"), says="formula"),
