@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +69,36 @@ class JaxLosses:
 
     def take(self, values: Any, labels: Any) -> Any:
         return values[labels]
+
+    def exp(self, values: Any) -> Any:
+        return jnp.exp(_wide(values))
+
+    def log(self, values: Any) -> Any:
+        return jnp.log(_wide(values))
+
+    def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
+        product = x.dtype if dtype is None else dtype
+        with contextlib.nullcontext() if dtype is None else self.in_float32():
+            out = jnp.matmul(x.astype(product), jnp.asarray(weight).astype(product).T)
+            return out if bias is None else out + jnp.asarray(bias).astype(product)
+
+    def map_chunks(
+        self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
+    ) -> Any:
+        length = arrays[0].shape[axis]
+        size = max(1, -(-length // chunks))
+        count = max(1, -(-length // size))
+
+        def parts(array: Any) -> Any:  # the other axes keep their shardings
+            padding = [(0, count * size - length if n == axis else 0) for n in range(array.ndim)]
+            cut = jnp.pad(array, padding).reshape(*array.shape[:axis], count, size, *array.shape[axis + 1 :])
+            return jnp.moveaxis(cut, axis, 0)
+
+        wide = [_wide(array) if array.dtype.itemsize < 4 else array for array in map(jnp.asarray, shared)]
+        recomputed = jax.checkpoint(lambda part: function(*part, *wide), prevent_cse=False)  # not needed in a loop
+        rows = jnp.moveaxis(jax.lax.map(recomputed, tuple(map(parts, arrays))), 0, axis)
+        joined = rows.reshape(*rows.shape[:axis], count * size, *rows.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(joined, 0, length, axis=axis)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         dtype = x.dtype if isinstance(x, jax.Array) else jnp.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,23 @@ class TensorFlowLosses:
     def take(self, values: Any, labels: Any) -> Any:
         return tf.gather(values, labels)
 
+    def exp(self, values: Any) -> Any:
+        return tf.exp(_wide(values))
+
+    def log(self, values: Any) -> Any:
+        return tf.math.log(_wide(values))
+
+    def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
+        product = x.dtype if dtype is None else dtype
+        out = tf.matmul(tf.cast(x, product), tf.cast(weight, product), transpose_b=True)
+        return out if bias is None else out + tf.cast(bias, product)
+
+    def map_chunks(
+        self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
+    ) -> Any:
+        wide = [_wide(a) if a.dtype.size < 4 else a for a in map(tf.convert_to_tensor, shared)]
+        return _map_chunks(function, [tf.convert_to_tensor(a) for a in arrays], wide, axis, chunks)
+
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         dtype = x.dtype if tf.is_tensor(x) else tf.float32
         return tf.where(condition, tf.cast(x, dtype), tf.cast(y, dtype))
@@ -69,6 +87,80 @@ class TensorFlowLosses:
 
     def mean(self, values: Any, axis: int | None = None) -> Any:
         return tf.reduce_mean(_wide(values), axis=axis)
+
+
+def _map_chunks(function: Callable[..., Any], arrays: list[Any], shared: list[Any], axis: int, chunks: int) -> Any:
+    """Compute `TensorFlowLosses.map_chunks` in two loops, one for the values and one for the gradients: the gradient of
+    a `tf.while_loop` would keep what each part computes."""
+    length = arrays[0].shape[axis]
+    if length is None:
+        length = tf.shape(arrays[0])[axis]
+        size = tf.maximum(1, -(-length // chunks))
+        count = tf.maximum(1, -(-length // size))
+    else:
+        size = max(1, -(-length // chunks))
+        count = max(1, -(-length // size))
+
+    def cut(array: Any) -> Any:
+        """Return the parts as the rows of an array, padded with zeros."""
+        rank, shape = array.shape.rank, _shape(array)
+        padding = [(0, count * size - length if n == axis else 0) for n in range(rank)]
+        parts = tf.reshape(tf.pad(array, padding), (*shape[:axis], count, size, *shape[axis + 1 :]))
+        return tf.transpose(parts, (axis, *(n for n in range(rank + 1) if n != axis)))
+
+    def join(parts: Any) -> Any:
+        """Return the array of these parts, without the padding."""
+        rank, shape = parts.shape.rank, _shape(parts)
+        order = (*range(1, axis + 1), 0, *range(axis + 1, rank))
+        whole = tf.reshape(tf.transpose(parts, order), (*shape[1 : axis + 1], count * size, *shape[axis + 2 :]))
+        return tf.slice(whole, [0] * (rank - 1), [length if n == axis else -1 for n in range(rank - 1)])
+
+    def loop(body: Callable[..., Any], values: Any) -> Any:
+        return tf.while_loop(
+            lambda n, *_: n < count, body, (tf.constant(0), *values), parallel_iterations=1, maximum_iterations=count
+        )[1:]
+
+    def stacked(dtype: Any) -> Any:
+        return tf.TensorArray(dtype, size=count)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def mapped(*inputs: Any) -> Any:
+        parts, whole = [cut(array) for array in inputs[: len(arrays)]], inputs[len(arrays) :]
+
+        def value(n: Any, rows: Any) -> Any:
+            return n + 1, rows.write(n, function(*[part[n] for part in parts], *whole))
+
+        (rows,) = loop(value, (stacked(tf.float32),))
+
+        def gradient(upstream: Any) -> Any:
+            cotangents = cut(upstream)
+            moving = [n for n, array in enumerate(arrays) if array.dtype.is_floating]
+
+            def add(n: Any, *sums: Any) -> Any:
+                own = [part[n] for part in parts]
+                sources = [own[i] for i in moving] + list(whole)
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(sources)
+                    out = function(*own, *whole)
+                found = tape.gradient(out, sources, cotangents[n], unconnected_gradients="zero")
+                pieces = [each.write(n, g) for each, g in zip(sums, found[: len(moving)], strict=False)]
+                totals = [t + g for t, g in zip(sums[len(moving) :], found[len(moving) :], strict=True)]
+                return n + 1, *pieces, *totals
+
+            start = [*(stacked(arrays[i].dtype) for i in moving), *map(tf.zeros_like, whole)]
+            found = loop(add, start)
+            own = dict(zip(moving, [join(each.stack()) for each in found[: len(moving)]], strict=True))
+            return *(own.get(n) for n in range(len(arrays))), *found[len(moving) :]
+
+        return join(rows.stack()), gradient
+
+    return mapped(*arrays, *shared)
+
+
+def _shape(array: Any) -> list[Any]:
+    """Return the lengths of the axes: numbers, or scalars where a compiler does not know them."""
+    known, found = array.shape.as_list(), tf.shape(array)
+    return [found[n] if length is None else length for n, length in enumerate(known)]
 
 
 def _wide(values: Any) -> Any:

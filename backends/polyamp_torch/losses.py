@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from polyamp.errors import LossError
 from polyamp_torch.arrays import dtype_name, from_numpy
@@ -71,6 +73,32 @@ class TorchLosses:
 
     def take(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return values[labels]
+
+    def exp(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.exp(_to_float32(values))
+
+    def log(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.log(_to_float32(values))
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: str | None) -> Any:
+        # cast here, not by autocast, whose cache of casts would sum the weight's gradients over chunks in 16 bits
+        kind = x.device.type
+        if dtype is not None:
+            product: torch.dtype = getattr(torch, dtype)
+        else:
+            product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        with without_islands(), torch.autocast(kind, enabled=False):
+            return functional.linear(x.to(product), weight.to(product), None if bias is None else bias.to(product))
+
+    def map_chunks(
+        self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
+    ) -> torch.Tensor:
+        wide = [array.float() if array.dtype.itemsize < 4 else array for array in shared]
+        size = max(1, -(-arrays[0].shape[axis] // chunks))
+        parts = zip(*[array.split(size, axis) for array in arrays], strict=True)
+        return torch.cat(
+            [checkpoint(function, *part, *wide, use_reentrant=False, preserve_rng_state=False) for part in parts], axis
+        )
 
     def where(self, condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):

@@ -137,6 +137,36 @@ class LossFunctions(Protocol):
     def take(self, values: Any, labels: Any) -> Any:
         """Return `values[labels]` from values of shape (classes,)."""
 
+    def exp(self, values: Any) -> Any:
+        """Return e to the power of the values, float32."""
+
+    def log(self, values: Any) -> Any:
+        """Return the natural logarithm, float32."""
+
+    def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
+        """Return `x @ weight.T + bias` with x of shape (..., in), weight (out, in) and bias (out,) or None.
+
+        The product runs in `dtype` under any autocast. None: as a product that the program writes here, in the compute
+        dtype inside a region of autocast, else in the dtype of `x`.
+        """
+
+    def map_chunks(
+        self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
+    ) -> Any:
+        """Return `function(*arrays, *shared)`, computed for one part of the arrays after the other.
+
+        The backward pass computes each part again and keeps nothing of it. The gradients of 16-bit `shared` arrays are
+        summed over the parts in float32.
+
+        Args:
+            function: maps a part of each array, and the shared arrays, to an array whose axis `axis` is that of the
+                part. Its inputs may be wider than those given here.
+            arrays: arrays of one length along `axis`. The first is floating; integers have no gradient.
+            shared: floating arrays that each part uses whole.
+            axis: the axis to cut, counted from the front.
+            chunks: number of parts, or fewer if the axis is shorter. The last part may be shorter or padded with zeros.
+        """
+
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """Choose elementwise between arrays or Python numbers, in the array's dtype; float32 for two numbers."""
 

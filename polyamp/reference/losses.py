@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from polyamp.reference import tensor as ops
-from polyamp.reference.arrays import Array
+from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.tensor import Tensor
 
 
@@ -62,6 +63,31 @@ class ReferenceLosses:
 
     def take(self, values: Any, labels: Any) -> Any:
         return values[labels]
+
+    def exp(self, values: Any) -> Any:
+        return _return_like(values, ops.exp(_to_float32(values)))
+
+    def log(self, values: Any) -> Any:
+        return _return_like(values, ops.log(_to_float32(values)))
+
+    def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
+        given, matrix = ops.tensor(x), ops.tensor(weight)
+        rows = Tensor(given.data.reshape(-1, given.shape[-1]), [(given, lambda g: g.reshape(given.shape))])
+        turned = Tensor(matrix.data.T, [(matrix, lambda g: g.T)])
+        with contextlib.nullcontext() if dtype is None else ops.casting_mode(dtype, sensitive=False):
+            flat = ops.matmul(rows, ops.cast(turned, dtype_name(given.dtype)))
+        if bias is not None:
+            flat = flat + ops.cast(bias, dtype_name(flat.dtype))
+        shape = (*given.shape[:-1], matrix.shape[0])
+        both = isinstance(x, Tensor) or isinstance(weight, Tensor)
+        return _return_like(
+            flat if both else x, Tensor(flat.data.reshape(shape), [(flat, lambda g: g.reshape(flat.shape))])
+        )
+
+    def map_chunks(
+        self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
+    ) -> Any:
+        return function(*arrays, *shared)  # the reference is there for numbers, and holds what a tape holds
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         if isinstance(x, Tensor):

@@ -77,13 +77,14 @@ def _label_shape_error(logits: Any, received: str) -> LossError:
     )
 
 
-def check_label_range(labels: Any, classes: int, ignore_index: int | None) -> None:
+def check_label_range(labels: Any, classes: int, ignore_index: int | None, what: str = "softmax_cross_entropy") -> None:
     """Raise if a label is outside of the classes and is not the ignored one.
 
     Args:
         labels: integer NumPy array.
         classes: number of classes.
         ignore_index: a label that may have any value, or None.
+        what: the loss, for the message.
     """
     import numpy as np
 
@@ -96,10 +97,67 @@ def check_label_range(labels: Any, classes: int, ignore_index: int | None) -> No
         outside &= labels != ignore_index
     position = tuple(map(int, np.unravel_index(int(np.argmax(outside)), labels.shape)))
     raise LossError(
-        f"softmax_cross_entropy needs labels from 0 to {classes - 1}, for logits of {classes} classes. Received: "
+        f"{what} needs labels from 0 to {classes - 1}, for logits of {classes} classes. Received: "
         f"{int(labels[position])} at index {position}; of {labels.size} labels {int(np.sum(outside))} are outside. "
         f"For rows that must not count, name their label: ignore_index={int(labels[position])}."
     )
+
+
+def check_tokens(rows: Any, tokens: Any, name: str, axes: str) -> None:
+    """Raise if the tokens are not one integer per position.
+
+    Args:
+        rows: the shape of the positions, (..., length).
+        tokens: the argument.
+        name: name of the array whose positions they are.
+        axes: its shape in words.
+    """
+    dtype = str(getattr(tokens, "dtype", None))
+    if "int" not in dtype or not _is_same_shape(tokens.shape, rows) or not len(tuple(rows)):
+        shape = f" of shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else ""
+        raise LossError(
+            f"tokens must be integers of shape {tuple(rows)}, one per position of {name}, whose shape is {axes}. "
+            f"Received: {type(tokens).__name__ if dtype == 'None' else dtype}{shape}."
+        )
+
+
+def check_shift(tokens: Any) -> None:
+    """Raise if a row of tokens has no next token."""
+    length = tuple(tokens.shape)[-1]
+    if length is not None and length < 2:
+        raise LossError(
+            f"shift=True predicts each next token, which needs rows of at least 2 tokens. Received: tokens of shape "
+            f"{tuple(tokens.shape)}. For targets that are shifted already, give shift=False."
+        )
+
+
+def check_z_loss(z_loss: Any) -> None:
+    """Raise if the factor of the z-loss is negative or not finite."""
+    if not 0.0 <= z_loss < float("inf"):
+        raise LossError(f"z_loss must be a factor of at least 0, such as 1e-4. Received: z_loss={z_loss!r}.")
+
+
+def check_chunks(chunks: Any) -> None:
+    """Raise if the number of chunks is not a positive integer."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise LossError(f"chunks must be an integer of at least 1. Received: chunks={chunks!r}.")
+
+
+def check_head(hidden: Any, weight: Any, bias: Any) -> None:
+    """Raise if the weight or the bias of a head do not fit the hidden states."""
+    width, shape = tuple(hidden.shape)[-1], tuple(getattr(weight, "shape", ()))
+    if len(shape) != 2 or (width is not None and shape[1] != width):
+        turned = len(shape) == 2 and shape[0] == width
+        advice = " That is a kernel as Keras and flax keep it: give its transpose." if turned else ""
+        raise LossError(
+            f"weight must have the shape (vocabulary, width) with the width of hidden, {width}. Received shape: "
+            f"{shape}.{advice}"
+        )
+    if bias is not None and tuple(getattr(bias, "shape", ())) != shape[:1]:
+        raise LossError(
+            f"bias must have one number per token of the vocabulary, shape {shape[:1]}. Received shape: "
+            f"{tuple(getattr(bias, 'shape', ()))}."
+        )
 
 
 def check_class_weights(weights: Any, logits: Any) -> None:

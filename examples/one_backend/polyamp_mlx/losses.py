@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -59,6 +60,27 @@ class MLXLosses:
 
     def take(self, values: Any, labels: Any) -> Any:
         return values[labels]
+
+    def exp(self, values: Any) -> Any:
+        return mx.exp(_wide(values))
+
+    def log(self, values: Any) -> Any:
+        return mx.log(_wide(values))
+
+    def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
+        product = x.dtype if dtype is None else getattr(mx, dtype)
+        with contextlib.nullcontext() if dtype is None else precision_region(None):
+            out = mx.matmul(x.astype(product), weight.astype(product).T)
+            return out if bias is None else out + bias.astype(out.dtype)
+
+    def map_chunks(
+        self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
+    ) -> Any:
+        length, recomputed = arrays[0].shape[axis], mx.checkpoint(function)
+        size = max(1, -(-length // chunks))
+        wide = [_wide(array) if array.dtype.size < 4 else array for array in shared]
+        parts = zip(*[mx.split(array, list(range(size, length, size)), axis) for array in arrays], strict=True)
+        return mx.concatenate([recomputed(*part, *wide) for part in parts], axis)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         if not isinstance(x, mx.array) and not isinstance(y, mx.array):

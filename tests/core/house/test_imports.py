@@ -95,6 +95,7 @@ PUBLIC_MODULES = {"losses", "parity", "porting", "schedules", "accelerate", "lig
     "package",
     [
         "polyamp",
+        "polyamp/losses",
         "polyamp/parity",
         "polyamp/porting",
         *(f"backends/polyamp_{each}" for each in ("torch", "tensorflow", "jax")),
