@@ -120,8 +120,8 @@ def _map_chunks(function: Callable[..., Any], arrays: list[Any], shared: list[An
             lambda n, *_: n < count, body, (tf.constant(0), *values), parallel_iterations=1, maximum_iterations=count
         )[1:]
 
-    def stacked(dtype: Any) -> Any:
-        return tf.TensorArray(dtype, size=count)
+    def stacked(dtype: Any, shape: Any) -> Any:
+        return tf.TensorArray(dtype, size=count, element_shape=shape)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def mapped(*inputs: Any) -> Any:
@@ -130,27 +130,22 @@ def _map_chunks(function: Callable[..., Any], arrays: list[Any], shared: list[An
         def value(n: Any, rows: Any) -> Any:
             return n + 1, rows.write(n, function(*[part[n] for part in parts], *whole))
 
-        (rows,) = loop(value, (stacked(tf.float32),))
+        (rows,) = loop(value, (stacked(tf.float32, parts[0].shape[1:-1]),))
 
         def gradient(upstream: Any) -> Any:
             cotangents = cut(upstream)
-            moving = [n for n, array in enumerate(arrays) if array.dtype.is_floating]
 
-            def add(n: Any, *sums: Any) -> Any:
+            def add(n: Any, pieces: Any, *sums: Any) -> Any:
                 own = [part[n] for part in parts]
-                sources = [own[i] for i in moving] + list(whole)
+                sources = [own[0], *whole]
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(sources)
                     out = function(*own, *whole)
-                found = tape.gradient(out, sources, cotangents[n], unconnected_gradients="zero")
-                pieces = [each.write(n, g) for each, g in zip(sums, found[: len(moving)], strict=False)]
-                totals = [t + g for t, g in zip(sums[len(moving) :], found[len(moving) :], strict=True)]
-                return n + 1, *pieces, *totals
+                piece, *found = tape.gradient(out, sources, cotangents[n], unconnected_gradients="zero")
+                return n + 1, pieces.write(n, piece), *(t + g for t, g in zip(sums, found, strict=True))
 
-            start = [*(stacked(arrays[i].dtype) for i in moving), *map(tf.zeros_like, whole)]
-            found = loop(add, start)
-            own = dict(zip(moving, [join(each.stack()) for each in found[: len(moving)]], strict=True))
-            return *(own.get(n) for n in range(len(arrays))), *found[len(moving) :]
+            pieces, *sums = loop(add, (stacked(arrays[0].dtype, parts[0].shape[1:]), *map(tf.zeros_like, whole)))
+            return join(pieces.stack()), *(None for _ in arrays[1:]), *sums
 
         return join(rows.stack()), gradient
 

@@ -161,7 +161,7 @@ class LossFunctions(Protocol):
         Args:
             function: maps a part of each array, and the shared arrays, to an array whose axis `axis` is that of the
                 part. Its inputs may be wider than those given here.
-            arrays: arrays of one length along `axis`. The first is floating; integers have no gradient.
+            arrays: arrays of one length along `axis`: a floating one, then integers, which have no gradient.
             shared: floating arrays that each part uses whole.
             axis: the axis to cut, counted from the front.
             chunks: number of parts, or fewer if the axis is shorter. The last part may be shorter or padded with zeros.

@@ -76,11 +76,15 @@ class MLXLosses:
     def map_chunks(
         self, function: Callable[..., Any], arrays: Sequence[Any], shared: Sequence[Any], axis: int, chunks: int
     ) -> Any:
-        length, recomputed = arrays[0].shape[axis], mx.checkpoint(function)
+        length = arrays[0].shape[axis]
         size = max(1, -(-length // chunks))
         wide = [_wide(array) if array.dtype.size < 4 else array for array in shared]
+
+        def rows(first: Any, *integers: Any) -> Any:  # MLX differentiates by every input of a checkpoint
+            return mx.checkpoint(lambda x, *own: function(x, *integers, *own))(first, *wide)
+
         parts = zip(*[mx.split(array, list(range(size, length, size)), axis) for array in arrays], strict=True)
-        return mx.concatenate([recomputed(*part, *wide) for part in parts], axis)
+        return mx.concatenate([rows(*part) for part in parts], axis)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         if not isinstance(x, mx.array) and not isinstance(y, mx.array):

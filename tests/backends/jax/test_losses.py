@@ -46,3 +46,55 @@ def test_s24_cross_entropy_of_masked_classes_is_finite_and_so_is_its_gradient():
     found = jax.grad(lambda x: loss(x, labels).sum())(logits)
     assert np.isfinite(found).all()
     assert found[0, 1] == 0.0
+
+
+def arrays(jaxpr):
+    """The results of all operations of a program, inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield from (variable.aval for variable in eqn.outvars)
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from arrays(inner)
+
+
+def head():
+    rng = np.random.default_rng(0)
+    hidden, weight = (
+        jnp.asarray(rng.normal(size=(2, 32, 4)), "float32"),
+        jnp.asarray(rng.normal(size=(500, 4)), "float32"),
+    )
+    return hidden, weight, jnp.asarray(rng.integers(0, 500, (2, 32)))
+
+
+def test_s24_no_array_of_the_program_holds_more_than_a_chunks_logits():
+    hidden, weight, tokens = head()
+
+    def loss(hidden, weight):
+        return polyamp.losses.chunked_causal_language_model(hidden, weight, tokens, chunks=8)
+
+    program = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(hidden, weight)
+    assert max(aval.size for aval in arrays(program.jaxpr)) == 2 * 4 * 500
+
+
+def test_s24_chunks_in_an_autocast_function_compute_in_its_dtype():
+    hidden, weight, tokens = head()
+    policy = polyamp.Policy("mixed_bfloat16")
+
+    def chunked(hidden, weight):
+        return polyamp.losses.chunked_causal_language_model(hidden, weight, tokens, chunks=8)
+
+    def whole(hidden, weight):
+        return polyamp.losses.causal_language_model(hidden @ weight.T, tokens)
+
+    def explicit(hidden, weight):
+        return polyamp.losses.chunked_causal_language_model(hidden, weight, tokens, chunks=8, dtype="bfloat16")
+
+    expected, gradients = jax.value_and_grad(policy.autocast(whole), (0, 1))(hidden, weight)
+    for function in (policy.autocast(chunked), explicit, policy.autocast(explicit)):
+        loss, found = jax.jit(jax.value_and_grad(function, (0, 1)))(hidden, weight)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        for one, other in zip(found, gradients, strict=True):
+            assert one.dtype == jnp.float32
+            np.testing.assert_allclose(one, other, rtol=0, atol=0.01 * float(jnp.abs(other).max()))
+    assert abs(float(whole(hidden, weight)) - float(expected)) > 1e-5 * float(expected), "bfloat16 shows in the loss"

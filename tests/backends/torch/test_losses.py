@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from polyamp.errors import LossError
@@ -208,3 +209,78 @@ def test_s24_losses_compile_whole_as_the_first_thing_that_a_program_does_with_po
     """The search for the backend, which cannot be traced, happens while the user's function is compiled."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest result of any operation."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in torch.utils._pytree.tree_leaves(found) if isinstance(each, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return found
+
+
+def head(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states (2, 32, 4), a weight (500, 4) of which both are smaller than a chunk's logits, and tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 32, 4, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(500, 4, generator=generator).requires_grad_()
+    return hidden, weight, torch.randint(0, 500, (2, 32), generator=generator)
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_s24_no_tensor_holds_more_than_a_chunks_logits(chunks: int) -> None:
+    hidden, weight, tokens = head()
+    with LargestTensor() as largest:
+        polyamp.losses.chunked_causal_language_model(hidden, weight, tokens, chunks=chunks).backward()
+    assert largest.elements == {1: 2 * 31 * 500, 8: 2 * 4 * 500}[chunks]
+
+
+def test_s24_chunks_in_a_region_compute_in_its_dtype_and_sum_gradients_in_float32() -> None:
+    """autocast's cache of casts would hand all chunks one 16-bit weight, whose gradient is a sum in 16 bits."""
+    _, weight, _ = head()
+    hidden, tokens = torch.full((64, 4), 1.0, requires_grad=True), torch.zeros(64, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = polyamp.losses.chunked_causal_language_model(
+            hidden, weight, tokens, chunks=64, shift=False, reduction="sum"
+        )
+        loss.backward()
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    expected = polyamp.losses.causal_language_model(logits, tokens, shift=False, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+    assert weight.grad is not None
+    one = (torch.softmax(logits[0], -1) - functional.one_hot(tokens[0], 500)).bfloat16().float()
+    torch.testing.assert_close(weight.grad[:, 0], 64.0 * one, rtol=1e-6, atol=0.0)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_s24_compiled_chunks_are_those_of_eager_code(dtype: str | None) -> None:
+    hidden, weight, tokens = head()
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+        return polyamp.losses.chunked_causal_language_model(hidden, weight, tokens, chunks=3, dtype=dtype, z_loss=0.1)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = [torch.autograd.grad(each(hidden, weight), (hidden, weight)) for each in (loss, compiled)]
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(compiled(hidden, weight), loss(hidden, weight), rtol=1e-6, atol=0.0)
+
+
+def test_s24_causal_language_model_is_transformers_own() -> None:
+    """`ForCausalLMLoss`, for which -100 is no argument but the default."""
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    logits, tokens = (
+        torch.randn(2, 7, 11, generator=torch.Generator().manual_seed(0)),
+        torch.arange(14).reshape(2, 7) % 11,
+    )
+    tokens[0, 3:5] = -100
+    expected = loss_utils.ForCausalLMLoss(logits, tokens, vocab_size=11)
+    torch.testing.assert_close(polyamp.losses.causal_language_model(logits, tokens, ignore_index=-100), expected)
+    with pytest.raises(LossError, match=r"Received: -100 at index \(0, 2\).* name their label: ignore_index=-100"):
+        polyamp.losses.causal_language_model(logits, tokens)
