@@ -76,6 +76,9 @@ class JaxLosses:
     def log(self, values: Any) -> Any:
         return jnp.log(_wide(values))
 
+    def diagonal(self, values: Any) -> Any:
+        return jnp.diagonal(values)
+
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else dtype
         with contextlib.nullcontext() if dtype is None else self.in_float32():

@@ -67,6 +67,9 @@ class TensorFlowLosses:
     def log(self, values: Any) -> Any:
         return tf.math.log(_wide(values))
 
+    def diagonal(self, values: Any) -> Any:
+        return tf.linalg.diag_part(values)
+
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else dtype
         out = tf.matmul(tf.cast(x, product), tf.cast(weight, product), transpose_b=True)

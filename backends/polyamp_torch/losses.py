@@ -80,6 +80,9 @@ class TorchLosses:
     def log(self, values: torch.Tensor) -> torch.Tensor:
         return torch.log(_to_float32(values))
 
+    def diagonal(self, values: torch.Tensor) -> torch.Tensor:
+        return values.diagonal()
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: str | None) -> Any:
         # cast here, not by autocast, whose cache of casts would sum the weight's gradients over chunks in 16 bits
         kind = x.device.type

@@ -143,6 +143,9 @@ class LossFunctions(Protocol):
     def log(self, values: Any) -> Any:
         """Return the natural logarithm, float32."""
 
+    def diagonal(self, values: Any) -> Any:
+        """Return the diagonal of a square matrix."""
+
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         """Return `x @ weight.T + bias` with x of shape (..., in), weight (out, in) and bias (out,) or None.
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from polyamp.losses.classification import softmax_cross_entropy
-from polyamp.losses.elementwise import huber, mean_squared_error, sigmoid_cross_entropy
+from polyamp.losses.classification import kl_divergence, softmax_cross_entropy
+from polyamp.losses.elementwise import huber, mean_squared_error, sigmoid_cross_entropy, sigmoid_focal
+from polyamp.losses.embeddings import contrastive
 from polyamp.losses.language_model import causal_language_model, chunked_causal_language_model
 from polyamp.losses.means import Mean, Reduction, count
 from polyamp.losses.penalties import regularization, sum_of_squares
@@ -24,11 +25,14 @@ __all__ = [
     "Reduction",
     "causal_language_model",
     "chunked_causal_language_model",
+    "contrastive",
     "count",
     "huber",
+    "kl_divergence",
     "mean_squared_error",
     "regularization",
     "sigmoid_cross_entropy",
+    "sigmoid_focal",
     "softmax_cross_entropy",
     "sum_of_squares",
 ]
@@ -55,6 +59,9 @@ _OTHER_NAMES: Final = {
         ("bce", "binarycrossentropy", "bcewithlogits", "binarycrossentropywithlogits", "sigmoidbinarycrossentropy"),
         "sigmoid_cross_entropy"),
     **dict.fromkeys(("smoothl1", "huber"), "huber"),
+    **dict.fromkeys(("kl", "kldiv", "distillation", "knowledgedistillation"), "kl_divergence"),
+    **dict.fromkeys(("focal", "binaryfocalcrossentropy", "binaryfocal"), "sigmoid_focal"),
+    **dict.fromkeys(("clip", "infonce", "ntxent"), "contrastive"),
     **dict.fromkeys(("causallm", "forcausallm", "lmcrossentropy", "nexttoken"), "causal_language_model"),
     **dict.fromkeys(
         ("linearcrossentropy", "fusedlinearcrossentropy", "ligerfusedlinearcrossentropy", "chunkedcrossentropy",

@@ -1,4 +1,4 @@
-"""Losses of distributions over classes: cross-entropy of softmax with labels or probabilities."""
+"""Losses of distributions over classes: cross-entropy with labels or probabilities, and the divergence of two."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from polyamp.contract.backend import LossFunctions
 from polyamp.contract.registry import backend_of
-from polyamp.losses.means import COUNT_LINES, Reduction, quotient, reduce_values
+from polyamp.errors import LossError
+from polyamp.losses.means import COUNT_LINES, Reduction, quotient, reduce_values, weighted
 from polyamp.results import ArrayT
 from polyamp.rules import loss_weights
 from polyamp.rules.loss_argument_checks import (
@@ -14,6 +15,7 @@ from polyamp.rules.loss_argument_checks import (
     check_ignore_index,
     check_label_range,
     check_labels,
+    check_loss_pair,
     check_reduction,
     check_smoothing,
 )
@@ -92,6 +94,51 @@ def softmax_cross_entropy(
             line = COUNT_LINES["labels" if weights is None else "classes"]
             return quotient(losses, losses.sum(rows), losses.sum(shares), rows_shape, line)
         return reduce_values(losses, rows, reduction)
+
+
+def kl_divergence(
+    logits: ArrayT, target_logits: Any, *, temperature: float = 1.0, weights: Any = None, reduction: Reduction = "mean"
+) -> ArrayT:
+    """Return the divergence of softmax(logits / T) from softmax(target_logits / T), times T^2, in nats.
+
+    With p of the target logits and q of the logits a row's loss is `T^2 * sum(p * (log p - log q))`. For a student and
+    its teacher this is distillation (Hinton et al., 2015), in which T^2 keeps the size of the gradients. It is
+    `T * T * torch.nn.functional.kl_div(log q, log p, reduction="batchmean", log_target=True)` for logits of two axes;
+    torch's own default, "mean", divides by the classes too. Keras and optax take probabilities and have no T^2.
+
+    A class that the target logits rule out with -inf adds nothing, even where the logits do so too; it is NaN in
+    torch. The target logits have a gradient unless they are detached.
+
+    Args:
+        logits: floating array, shape (..., classes).
+        target_logits: floating array of the same shape: the teacher's logits.
+        temperature: what both are divided by, above 0.
+        weights: factors of the rows, of a shape that broadcasts to (...): 0 for padding.
+        reduction: "mean" or "sum" for a scalar, "none" for shape (...). With weights the mean is the sum over the rows
+            divided by the sum of their weights.
+
+    Raises:
+        LossError: the shapes do not match, the temperature is not above 0, or the reduction is unknown.
+
+    >>> import numpy as np
+    >>> student, teacher = np.array([[0.0, 0.0]], "f4"), np.array([[0.0, 2.0]], "f4")
+    >>> [round(float(kl_divergence(student, teacher, temperature=t)), 4) for t in (1.0, 4.0)]
+    [0.3278, 0.4848]
+    """
+    check_reduction(reduction)
+    if not 0.0 < temperature < float("inf"):
+        raise LossError(f"kl_divergence needs a temperature above 0. Received: temperature={temperature!r}.")
+    check_loss_pair(logits, target_logits, what="kl_divergence")
+    losses = backend_of(logits).losses
+    with losses.in_float32():
+        own, target = (
+            losses.log_softmax(losses.wide(array, logits) * (1.0 / temperature)) for array in (logits, target_logits)
+        )
+        p = losses.exp(target)
+        some = losses.constant(p, p) > 0.0
+        distance = losses.where(some, target, 0.0) - losses.where(some, own, 0.0)
+        rows = losses.sum(p * distance, -1) * float(temperature) ** 2
+        return weighted(losses, rows, weights, reduction, divides_by_weights=True)
 
 
 def label_rows(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
+from polyamp.contract.backend import LossFunctions
 from polyamp.contract.registry import backend_of
 from polyamp.errors import LossError
-from polyamp.losses.means import COUNT_LINES, Reduction, quotient, reduce_values, sum_over
+from polyamp.losses.means import Reduction, weighted
 from polyamp.results import ArrayT
-from polyamp.rules.loss_argument_checks import check_loss_pair, check_reduction, check_weights
+from polyamp.rules.loss_argument_checks import check_loss_pair, check_reduction
 
 
 def mean_squared_error(
@@ -35,8 +37,14 @@ def mean_squared_error(
     >>> float(mean_squared_error(predictions, targets, weights=np.array([3.0, 1.0], "f4")))
     1.0
     """
-    return _elementwise_loss(
-        "mean_squared_error", predictions, targets, weights=weights, reduction=reduction, divides_by_weights=True
+    return _weighted_loss(
+        "mean_squared_error",
+        lambda losses, x, y: losses.mean_squared_error(x, y),
+        predictions,
+        targets,
+        weights,
+        reduction,
+        divides_by_weights=True,
     )
 
 
@@ -63,7 +71,14 @@ def sigmoid_cross_entropy(
     >>> sigmoid_cross_entropy(np.zeros(3, "f4"), np.ones(3, "f4"), weights=weights, reduction="none").round(2).tolist()
     [0.0, 0.6899999976158142, 1.3899999856948853]
     """
-    return _elementwise_loss("sigmoid_cross_entropy", logits, targets, weights=weights, reduction=reduction)
+    return _weighted_loss(
+        "sigmoid_cross_entropy",
+        lambda losses, x, y: losses.sigmoid_cross_entropy(x, y),
+        logits,
+        targets,
+        weights,
+        reduction,
+    )
 
 
 def huber(
@@ -88,19 +103,80 @@ def huber(
     """
     if not delta > 0.0:
         raise LossError(f"huber needs delta above 0. Received: delta={delta!r}.")
-    return _elementwise_loss("huber", predictions, targets, delta, weights=weights, reduction=reduction)
+    return _weighted_loss(
+        "huber", lambda losses, x, y: losses.huber(x, y, delta), predictions, targets, weights, reduction
+    )
 
 
-def _elementwise_loss(
+def sigmoid_focal(
+    logits: ArrayT,
+    targets: Any,
+    *,
+    gamma: float = 2.0,
+    alpha: float | None = 0.25,
+    weights: Any = None,
+    reduction: Reduction = "mean",
+) -> ArrayT:
+    """Return the focal loss of sigmoid(logits), in nats (Lin et al., 2017, equation 5).
+
+    With p = sigmoid(logits) and targets t it is `alpha_t * (1 - p_t)^gamma * CE`, where CE is `sigmoid_cross_entropy`,
+    `1 - p_t = p * (1 - t) + (1 - p) * t` and `alpha_t = alpha * t + (1 - alpha) * (1 - t)`: torchvision's and optax's
+    `sigmoid_focal_loss`, and Keras's `BinaryFocalCrossentropy(from_logits=True, apply_class_balancing=True)`.
+    torchvision's default reduction is "none". Detectors divide the sum by the number of positives: `Mean(sum, count)`.
+
+    `1 - p_t` keeps its digits where p_t rounds to 1, so a gamma below 1 has a finite gradient there too, which is NaN
+    in torchvision.
+
+    Args:
+        logits: floating array of any shape.
+        targets: floating array of the same shape, in [0, 1].
+        gamma: how much less a well classified element counts, at least 0; 0 is the cross-entropy.
+        alpha: weight of the positives in [0, 1], of the negatives 1 - alpha; None for neither.
+        weights: factors of the elements, of a shape that broadcasts to that of the logits.
+        reduction: "mean" or "sum" for a scalar, "none" for an array of the same shape. The mean divides by the number
+            of elements, also with weights.
+
+    Raises:
+        LossError: the shapes do not match, gamma or alpha is out of range, or the reduction is unknown.
+
+    >>> import numpy as np
+    >>> logits, targets = np.array([0.0, 2.0, -2.0], "f4"), np.array([1.0, 1.0, 1.0], "f4")
+    >>> sigmoid_focal(logits, targets, alpha=None, reduction="none").round(4).tolist()
+    [0.17329999804496765, 0.0017999999690800905, 1.6500999927520752]
+    """
+    if not 0.0 <= gamma < float("inf"):
+        raise LossError(f"sigmoid_focal needs gamma of at least 0. Received: gamma={gamma!r}.")
+    if alpha is not None and not 0.0 <= alpha <= 1.0:
+        raise LossError(f"sigmoid_focal needs alpha in [0, 1] or None. Received: alpha={alpha!r}.")
+
+    def focal(losses: LossFunctions, logits: Any, targets: Any) -> Any:
+        costs, truth = losses.sigmoid_cross_entropy(logits, targets), losses.wide(targets, logits)
+        nothing = truth * 0.0
+        positive = losses.exp(-losses.sigmoid_cross_entropy(logits, nothing + 1.0))  # sigmoid(logits)
+        negative = losses.exp(-losses.sigmoid_cross_entropy(logits, nothing))  # sigmoid(-logits)
+        miss = positive * (1.0 - truth) + negative * truth
+        miss = losses.where(losses.constant(miss, miss) > _SMALLEST, miss, _SMALLEST)  # beyond it the gradient is 0
+        costs = losses.exp(gamma * losses.log(miss)) * costs
+        return costs if alpha is None else costs * (alpha * truth + (1.0 - alpha) * (1.0 - truth))
+
+    return _weighted_loss("sigmoid_focal", focal, logits, targets, weights, reduction)
+
+
+_SMALLEST: Final = 2.0**-126
+"""Smallest normal number of float32."""
+
+
+def _weighted_loss(
     name: str,
+    function: Callable[[LossFunctions, Any, Any], Any],
     predictions: Any,
     targets: Any,
-    *options: Any,
     weights: Any,
     reduction: str,
+    *,
     divides_by_weights: bool = False,
 ) -> Any:
-    """Return the loss that `LossFunctions` computes elementwise under this name, weighted and reduced.
+    """Return an elementwise loss, weighted and reduced.
 
     `divides_by_weights`: the mean is over the sum of the weights, not over the number of elements.
     """
@@ -108,12 +184,4 @@ def _elementwise_loss(
     losses = backend_of(predictions).losses
     check_loss_pair(predictions, targets, what=name)
     with losses.in_float32():
-        values = getattr(losses, name)(predictions, targets, *options)
-        if weights is None:
-            return reduce_values(losses, values, reduction)
-        factors = losses.wide(weights, predictions)
-        check_weights(factors, predictions)
-        if divides_by_weights and reduction == "mean":  # torch's ratio of sums, with any broadcasting
-            count = sum_over(losses, factors, values)
-            return quotient(losses, losses.sum(values * factors), count, values.shape, COUNT_LINES["weights"])
-        return reduce_values(losses, values * factors, reduction)
+        return weighted(losses, function(losses, predictions, targets), weights, reduction, divides_by_weights)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from polyamp.contract.backend import LossFunctions
 from polyamp.contract.registry import backend_of
 from polyamp.rules import loss_weights
-from polyamp.rules.loss_argument_checks import check_mean_terms
+from polyamp.rules.loss_argument_checks import check_mean_terms, check_weights
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -61,6 +61,21 @@ def count(values: Any) -> Any:
         return losses.constant(losses.sum(losses.constant(values, values)), values)
 
 
+def weighted(losses: LossFunctions, values: Any, weights: Any, reduction: str, divides_by_weights: bool) -> Any:
+    """Return the values times their weights, reduced.
+
+    `divides_by_weights`: the mean is over the sum of the weights, not over the number of elements.
+    """
+    if weights is None:
+        return reduce_values(losses, values, reduction)
+    factors = losses.wide(weights, values)
+    check_weights(factors, values)
+    if divides_by_weights and reduction == "mean":  # torch's ratio of sums, with any broadcasting
+        total, count = losses.sum(values * factors), _sum_over(losses, factors, values)
+        return quotient(losses, total, count, values.shape, COUNT_LINES["weights"])
+    return reduce_values(losses, values * factors, reduction)
+
+
 def reduce_values(losses: LossFunctions, values: Any, reduction: str) -> Any:
     """Return the values, their sum or their mean, which divides by the number of elements."""
     if reduction == "none":
@@ -86,7 +101,7 @@ def _element_count(losses: LossFunctions, values: Any) -> Any:
     return losses.constant(losses.sum(losses.where(values < 0.0, 1.0, 1.0)), values)
 
 
-def sum_over(losses: LossFunctions, factors: Any, values: Any) -> Any:
+def _sum_over(losses: LossFunctions, factors: Any, values: Any) -> Any:
     """Return the sum over all elements of `values` of factors that broadcast to it."""
     if None in tuple(values.shape):  # unknown while tracing
         return losses.sum(losses.where(values < 0.0, factors, factors))

@@ -67,6 +67,9 @@ class MLXLosses:
     def log(self, values: Any) -> Any:
         return mx.log(_wide(values))
 
+    def diagonal(self, values: Any) -> Any:
+        return mx.diagonal(values)
+
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else getattr(mx, dtype)
         with contextlib.nullcontext() if dtype is None else precision_region(None):

@@ -284,3 +284,18 @@ def test_s24_causal_language_model_is_transformers_own() -> None:
     torch.testing.assert_close(polyamp.losses.causal_language_model(logits, tokens, ignore_index=-100), expected)
     with pytest.raises(LossError, match=r"Received: -100 at index \(0, 2\).* name their label: ignore_index=-100"):
         polyamp.losses.causal_language_model(logits, tokens)
+
+
+def test_s24_plain_formulas_of_focal_loss_and_divergence_are_nan() -> None:
+    """Where polyamp's are not: torchvision's formula with gamma below 1, and torch's `kl_div` of classes ruled out."""
+    x, t = torch.tensor([20.0], requires_grad=True), torch.ones(1)
+    p = torch.sigmoid(x)
+    plain = functional.binary_cross_entropy_with_logits(x, t) * (1.0 - (p * t + (1.0 - p) * (1.0 - t))) ** 0.5
+    for loss, is_nan in ((plain.sum(), True), (polyamp.losses.sigmoid_focal(x, t, gamma=0.5), False)):
+        (found,) = torch.autograd.grad(loss, x)
+        assert bool(torch.isnan(found)) is is_nan
+    logits, target = torch.tensor([[0.0, 1.0, -torch.inf]]), torch.tensor([[1.0, 0.0, -torch.inf]])
+    logs = functional.log_softmax(logits, -1), functional.log_softmax(target, -1)
+    assert torch.isnan(functional.kl_div(*logs, reduction="batchmean", log_target=True))
+    expected = functional.kl_div(logs[0][:, :2], logs[1][:, :2], reduction="batchmean", log_target=True)
+    torch.testing.assert_close(polyamp.losses.kl_divergence(logits, target), expected)
