@@ -143,9 +143,7 @@ def port(
     if check is not None and batch is not None:
         raise PortError("check= runs both models, as batch= does, and compares them. Give one of them. Received: both.")
     ours, theirs, given = make_model_sides(source, target, batch if check is None else check)
-    filled, report = transfer_model(
-        ours, theirs, names, strict, given, rows=rows, check=check is not None, forms=forms
-    )
+    filled, report = transfer_model(ours, theirs, names, strict, given, rows=rows, check=check is not None, forms=forms)
     warn_of_differences(report, 2)
     return filled, report
 

@@ -17,11 +17,7 @@ from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.attention_formulas import explain_attention
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.causes.element_profile import (
-    attention_evidence,
-    differing_indices,
-    index_evidence,
-)
+from polyamp.parity.verdict.causes.element_profile import attention_evidence, differing_indices, index_evidence
 from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
 from polyamp.parity.verdict.causes.gradient_causes import backward_evidence, missing_gradient
 from polyamp.parity.verdict.causes.initial_weights import explain_initial_weight, find_order, is_permutation

@@ -404,8 +404,7 @@ def _result_traits(eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue]
     floats = [v for v in operands if v.castable]
     if product:
         layers = {v.traits.owner or "" for v in floats if v.traits.leaf}
-        if not layers:  # such as rows of a table times an activation, not times a kernel
-            layers = {v.traits.owner for v in floats if v.traits.owner}
+        layers = layers or {v.traits.owner for v in floats if v.traits.owner}  # a table's rows times an activation
         return ValueTraits(product=True, layer=max(layers, default=None))
     if not floats or not eqn.outvars:
         return NO_TRAITS

@@ -29,6 +29,8 @@ _MAX_ELEMENTS: Final = 256
 _MIN_MOMENT_SHARE: Final = 1e-2
 """Least size of an element of a moment, relative to the root mean square, at which its quotient is used."""
 _LIMIT_STEPS: Final = 48
+_MIN_UNCLIPPED_SHARE: Final = 0.1
+"""Least share of the elements that a limit leaves as they are, to be looked for: Adam's first step is the sign."""
 _EPSILONS: Final = (0.0, *(10.0 ** (power / 4) for power in range(-48, 1)))
 
 
@@ -133,6 +135,8 @@ def moment_rule(side: SideUpdate, limits: Sequence[float] = ()) -> MomentRule | 
         side: the update.
         limits: limits of a clip that are tried by value before others.
     """
+    import numpy as np
+
     slot = next((slot for slot in FIRST_MOMENTS if side.slots.get(slot)), "")
     moments = side.slots[slot] if slot else {key: side.after[key] - side.before[key] for key in side.before}
     earlier = side.earlier_slots.get(slot, {}) if slot else {}
@@ -162,8 +166,9 @@ def moment_rule(side: SideUpdate, limits: Sequence[float] = ()) -> MomentRule | 
         worst = max(each.residual for each in apart.values())
         return plain._replace(residual=worst, factors={key: each.coefficients[0] for key, each in apart.items()})
     pooled = _pool(side.gradients, keys, side.gradients)
-    largest = float((abs(pooled[0]) / pooled[1]).max())
-    tried = [*limits, *(largest * 0.8**number for number in range(_LIMIT_STEPS))]
+    sizes = abs(pooled[0]) / pooled[1]
+    least = float(np.quantile(sizes, _MIN_UNCLIPPED_SHARE))  # below it a clip is hardly told from the sign
+    tried = [*limits, *(each for n in range(_LIMIT_STEPS) if (each := float(sizes.max()) * 0.8**n) >= least)]
     best = min((rule(fit(*columns(keys, limit)), limit) for limit in tried), key=lambda each: each.residual)
     assert best.limit is not None
     for width in (0.1, 0.03, 0.01, 0.003, 0.001):
