@@ -11,6 +11,7 @@ from polyamp.porting.alike_layers import make_settler
 from polyamp.porting.check import Batch
 from polyamp.porting.layouts.canonical_model import Canonical
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.flatten_order import ChannelOrder, Rows
 from polyamp.porting.matching.matching import LayerMatch
@@ -33,7 +34,7 @@ def load(
     strict: bool = True,
     batch: Any = None,
     rows: Rows | None = None,
-    forms: Mapping[str, str] | None = None,
+    forms: Mapping[str, str | Form] | None = None,
 ) -> tuple[_Target, PortReport]:
     """Fill a model with the values of a `Canonical`; `port` with a previously exported source.
 
@@ -69,7 +70,7 @@ def port(
     names: Mapping[str, str] | None = None,
     strict: bool = True,
     rows: Rows | None = None,
-    forms: Mapping[str, str] | None = None,
+    forms: Mapping[str, str | Form] | None = None,
     batch: Any = None,
     check: Any = None,
 ) -> tuple[_Target, PortReport]:
@@ -97,7 +98,9 @@ def port(
             Needed only where the channels are first on one side and last on the other, and there is no batch.
         forms: regular expression over the paths of either model -> layout of an array of no known layer, as the kernel
             (inputs, features) of its counterpart: "transpose", or a letter for each axis, with axes in parentheses
-            joined: `{"rel_embedding": "transpose", "q_einsum": "ndh -> d(nh)"}`. Not for training states.
+            joined: `{"rel_embedding": "transpose", "q_einsum": "ndh -> d(nh)"}`. An axis that is missing on the right
+            stacks several layers: `{"kv_einsum": "ckdh -> d(kh)"}`. Or a `porting.Form`, of a layer of no known class.
+            Not for training states.
         batch: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout. Both run in
             float32, which shows which of several alike layers is which, and the order in which dense layers take
             flattened channels. They also identify the layers of linen and haiku models. `porting.Batch` sets separate
@@ -157,7 +160,7 @@ def transfer_model(
     *,
     rows: Rows | None = None,
     check: bool = True,
-    forms: Mapping[str, str] | None = None,
+    forms: Mapping[str, str | Form] | None = None,
 ) -> tuple[Any, PortReport]:
     """Fill the target with the source's values, and return it with the report; implements `port` and `load`.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.array_layouts import check_forms, with_forms
 from polyamp.porting.matching.attribute_differences import AttributeComparison, compare_attributes
@@ -26,6 +27,7 @@ from polyamp.porting.matching.flatten_order import (
     question_error,
 )
 from polyamp.porting.matching.matching import LayerMatch, Matching, match_layers
+from polyamp.porting.matching.part_joins import join_parts
 from polyamp.porting.matching.rename_rules import check_rename_rules
 from polyamp.porting.port_errors import check_complete, check_equality, dtype_error
 from polyamp.porting.port_report import PortedLayer
@@ -138,7 +140,7 @@ def make_transfer_plan(
     rows: Rows | None = None,
     settle: Settler | None = None,
     absent_bias: bool = False,
-    forms: Mapping[str, str] | None = None,
+    forms: Mapping[str, str | Form] | None = None,
 ) -> TransferPlan:
     """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by one of
     `with_guesses` and `without_questions`.
@@ -157,7 +159,7 @@ def make_transfer_plan(
         PortError: `names`, `rows` or `forms` is invalid; with `strict`, a layer cannot be moved.
     """
     rules = check_rename_rules(names)
-    source, target = with_forms(source, target, check_forms(forms))
+    source, target, parts = with_forms(source, target, check_forms(forms))
 
     def rematch(more: Mapping[str, str]) -> Matching:
         return _match_with_ties(source, target, {**rules, **more}, absent_bias=absent_bias)
@@ -167,13 +169,13 @@ def make_transfer_plan(
     if settle is not None and found.indistinguishable and found.is_complete:
 
         def plan_matching(matching: Matching) -> TransferPlan:
-            return _plan(matching, source, target, rows=rows)
+            return _plan(join_parts(matching, parts), source, target, rows=rows)
 
         settled = settle(found, plan_matching)
         found, why = (found, settled) if isinstance(settled, str) else (settled, "")
     if strict:
         check_complete(found, source, target, rematch, why)
-    return _plan(found, source, target, rows=rows, strict=strict)
+    return _plan(join_parts(found, parts), source, target, rows=rows, strict=strict)
 
 
 def _plan(

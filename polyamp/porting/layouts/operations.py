@@ -260,6 +260,33 @@ class Apart(Moves):
 
 
 @dataclasses.dataclass(frozen=True)
+class Chain(Moves):
+    """Several operations one after the other, as one: for an array in `Apart` that takes more than one.
+
+    >>> import numpy as np
+    >>> Chain((Transpose((1, 0)), Reshape((3, 2), (6,)))).forward([np.zeros((2, 3))])[0].shape
+    (6,)
+    """
+
+    operations: tuple[Operation, ...]
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        for operation in self.operations:
+            shapes = operation.shapes(shapes)
+        return shapes
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        for operation in self.operations:
+            arrays = operation.forward(arrays)
+        return arrays
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        for operation in reversed(self.operations):
+            arrays = operation.backward(arrays)
+        return arrays
+
+
+@dataclasses.dataclass(frozen=True)
 class Merge:
     """One native bias for two canonical biases that are added: `backward` adds them, `forward` returns the second as
     zeros.

@@ -34,12 +34,14 @@ class LayerFit(NamedTuple):
         target: form with which the target's layer is written; its canonical arrays have the source's names.
         ambiguity: why this reading may be the wrong one, a sentence; "" if it is certain.
         absent_bias: the side without a bias, "source" or "target", where the other side has one; else "".
+        is_turned: whether an array of no layer is read as a transposed kernel.
     """
 
     source: Form
     target: Form
     ambiguity: str = ""
     absent_bias: str = ""
+    is_turned: bool = False
 
 
 def find_layer_fit(source: NativeLayer, target: NativeLayer, *, absent_bias: bool = False) -> LayerFit | None:
@@ -112,7 +114,8 @@ def _candidate_fits(source: NativeLayer, target: NativeLayer, *, absent_bias: bo
                 continue
             elif {one.kind, other.kind} & _ARRAY_KINDS or _is_related(one.kind, other.kind):
                 for between in _array_mappings(shapes[0], shapes[1], {one.kind, other.kind}):
-                    yield LayerFit(one, _rename_arrays(other, between, shapes[0], shapes[1]))
+                    is_turned = any(isinstance(each, Transpose) for _, steps in between.values() for each in steps)
+                    yield LayerFit(one, _rename_arrays(other, between, shapes[0], shapes[1]), is_turned=is_turned)
 
 
 def _fit_without_bias(

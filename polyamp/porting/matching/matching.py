@@ -256,8 +256,8 @@ class _Search:
     def _fitting_partners(
         self, source: Sequence[ModuleNode], target: Sequence[ModuleNode]
     ) -> dict[ModuleNode, list[ModuleNode]]:
-        """Return the nodes of the target that fit each node of the source. Where every layer has a partner of its own
-        kind, readings as another kind do not count: a kernel (48, 32) is no transposed one of (32, 48)."""
+        """Return the nodes of the target that fit each node of the source. Where every layer has a partner that fits as
+        it is, other readings do not count: a kernel (48, 32) is no transposed one of (32, 48)."""
         fitting = {node: [other for other in target if self._fits(node, other)] for node in source}
         if any(node.layer is None for node in (*source, *target)):
             return fitting
@@ -274,14 +274,14 @@ class _Search:
         Args:
             source: a node.
             target: a node of the other side.
-            direct: for two layers, whether both have to be of one kind and complete, and not only readable as it.
+            direct: for two layers, whether their arrays have to fit as they are: not transposed, and all of them.
         """
         if source.layer is None or target.layer is None:
             return self._match_nodes(source, target) is not None
         key = self._layer_signature(source.layer), self._layer_signature(target.layer)
         if key not in self._known:
             fit = find_layer_fit(source.layer, target.layer, absent_bias=self._absent_bias)
-            is_direct = fit is not None and fit.source.kind == fit.target.kind != "parameter" and not fit.absent_bias
+            is_direct = fit is not None and not fit.is_turned and not fit.absent_bias
             self._known[key] = fit is not None, is_direct
         return self._known[key][direct]
 

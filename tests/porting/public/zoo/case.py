@@ -39,7 +39,7 @@ class Case:
     target: Callable[[Batch], Any]
     batch: Callable[[np.random.Generator], Batch]
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    forms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tries: int = 1
     to_target: Callable[[Batch], Batch] | None = None
     own_parameters: str = ""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import transformers
 from flax import linen
 
+from polyamp import porting
 from tests.porting.public.zoo.building_blocks import (
     HEADS,
     HIDDEN,
@@ -44,7 +45,9 @@ def llama() -> Any:
 
 def gemma() -> Any:
     return Gemma(
-        transformers.GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=8, max_position_embeddings=16, pad_token_id=0)
+        transformers.GemmaConfig(
+            **SIZES, num_key_value_heads=1, head_dim=8, max_position_embeddings=16, pad_token_id=None
+        )
     )
 
 
@@ -191,10 +194,15 @@ class DeepMindGemma(linen.Module):
         return embedder.decode(GemmaNorm(name="final_norm")(x))
 
 
+SHIFTED: Final = porting.Form("rms_norm", (porting.Rule(("scale",), ("scale",), (porting.operations.Shift(1.0),)),))
+"""The form of a norm that adds 1 to its scale, which neither names nor shapes show."""
+
 CASES: Final = [
     Case("LLaMA", "transformers → EasyLM (linen)", llama, lambda batch: shapes(EasyLM(), batch), tokens()),
     Case("LLaMA", "transformers → MaxText (linen)", llama, lambda batch: shapes(MaxText(), batch), tokens(),
          names={"^model/layers/": "decoder/layers_", "gate_proj": "wi_0", "up_proj": "wi_1",
                 "input_layernorm": "pre_self_attention_layer_norm"}, tries=3),
-    Case("Gemma", "transformers → DeepMind's (linen)", gemma, lambda batch: shapes(DeepMindGemma(), batch), tokens()),
+    Case("Gemma", "transformers → DeepMind's (linen)", gemma, lambda batch: shapes(DeepMindGemma(), batch), tokens(),
+         forms={"q_einsum": "ndh -> d(nh)", "kv_einsum": "ckdh -> d(kh)", "attn_vec_einsum": "nhd -> (nh)d",
+                "gating_einsum": "cdf -> df", "(attention|ffw|final)_norm$": SHIFTED}, tries=2),
 ]  # fmt: skip

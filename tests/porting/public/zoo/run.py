@@ -62,7 +62,7 @@ class Outcome:
 
 
 def move(
-    case: Case, names: Mapping[str, str], *, check: bool, forms: Mapping[str, str] = types.MappingProxyType({})
+    case: Case, names: Mapping[str, str], *, check: bool, forms: Mapping[str, Any] = types.MappingProxyType({})
 ) -> Outcome:
     """One call of `port` on fresh models, judged on a batch that the call did not see."""
     import torch
