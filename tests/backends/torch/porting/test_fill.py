@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import polyamp
+from polyamp import porting
 from polyamp.errors import PortError
 from polyamp.porting import Lazy, rollback
 from polyamp_torch.porting import fill as fill_room
@@ -202,3 +204,13 @@ def test_a_lent_model_is_filled_from_itself() -> None:
     found = CONVERTER.inventory(made)
     fill(made, {leaf.name: leaf.array for layer in found.layers for leaf in layer.leaves.values()})
     assert bits(made) == before
+
+
+def test_a_port_warns_of_an_epsilon_where_it_is_called() -> None:
+    source, target = nn.Sequential(nn.LayerNorm(4)), nn.Sequential(nn.LayerNorm(4, eps=1e-3))
+    said = r"what the weights do not carry differs: 0: epsilon is 0\.001, in the source \(0\) 1e-05\. Write: "
+    for call in (lambda: polyamp.port(source, target), lambda: porting.load(target, porting.export(source))):
+        with pytest.warns(UserWarning, match=said) as caught:
+            _, report = call()
+        assert [each.filename for each in caught] == [__file__]
+        assert not report.clean
