@@ -297,8 +297,8 @@ def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: 
     a, b = comparison.one.sketch, comparison.two.sketch
     assert a is not None
     assert b is not None
-    parameters = known.history.parameters()
     module = comparison.one.module.partition("#")[0]
+    parameters = known.history.channel_parameters(module, a.shape[-1] if a.shape else 1)
     bias = parameters.get((module, "bias"))
     if known.alignment.layer_kinds.get(module) == "batch_norm" and bias is not None and a.samples().size == a.size:
         uses = [has_batch_statistics(each.samples(), a.shape, bias) for each in (a, b)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.causes.step_facts import TOLERANCE, StepFacts, is_near
+from polyamp.parity.verdict.causes.step_facts import MIN_CLIP, TOLERANCE, StepFacts, is_near
 
-_MIN_CLIP: Final = 1e-2
 _CLIP_EPSILON: Final = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
 _MAX_MICRO_BATCHES: Final = 64
@@ -43,7 +42,7 @@ def clip_per_parameter(facts: StepFacts) -> Cause | None:
             continue
         whole = rule.gradient / (facts.share(number) or 1.0)
         norms = {key: factor / whole * side.norms[key] for key, factor in rule.factors.items()}
-        clipped = sorted(norm for key, norm in norms.items() if norm < (1.0 - _MIN_CLIP) * side.norms[key])
+        clipped = sorted(norm for key, norm in norms.items() if norm < (1.0 - MIN_CLIP) * side.norms[key])
         if not clipped:
             continue
         limit = clipped[len(clipped) // 2]

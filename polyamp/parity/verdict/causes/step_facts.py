@@ -15,7 +15,7 @@ from polyamp.recipe.recipe import Recipe
 
 TOLERANCE: Final = 3e-3
 """Largest relative distance of two factors that count as equal."""
-_MIN_CLIP: Final = 1e-2
+MIN_CLIP: Final = 1e-2
 """Least part by which a clip makes a gradient smaller that is seen as one."""
 _DEFAULT_BETAS: Final = (0.9, 0.999)
 _MAX_NAMED: Final = 3
@@ -82,7 +82,7 @@ class StepFacts(NamedTuple):
         recipe, norm = self.recipes[side], self.sides[side].global_norm
         if recipe is not None and (recipe.clip_norm is None or norm <= recipe.clip_norm):
             return None
-        return self.share(side) * norm if self.share(side) < 1.0 - _MIN_CLIP else None
+        return self.share(side) * norm if self.share(side) < 1.0 - MIN_CLIP else None
 
     def pair(self, values: Sequence[float]) -> str:
         """Return a number of each side as text: `0.1 in torch, 0.2 in jax`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 ParameterKey = tuple[str, str]
 """Path of a layer, name of an array in it."""
 Samples = Mapping[ParameterKey, "Array"]
+_MAX_CHANNEL_PARAMETERS: Final = 24
 _MIN_GRADIENT_SHARE: Final = 1e-4
 """Least root mean square of a gradient, relative to the largest, that is not taken for rounding."""
 
@@ -77,9 +79,17 @@ class StepHistory:
         found = (e for e in self._now[0].values() if (e.module, e.stage, e.what) == (module, "forward", "output"))
         return next((entry.sketch for entry in found), None)
 
-    def parameters(self) -> dict[ParameterKey, Array]:
-        """Return the first side's parameters before this step."""
-        return _samples(self._earlier[0], lambda e: e.what == "parameter")
+    def channel_parameters(self, module: str, width: int) -> dict[ParameterKey, Array]:
+        """Return the first side's parameters of some width before this step, of the layers nearest to a module by path.
+
+        Args:
+            module: path of the module.
+            width: number of elements, one for each channel.
+        """
+        found = _samples(self._earlier[0], lambda e: e.what == "parameter")
+        keys = [key for key, array in found.items() if array.size == width]
+        keys.sort(key=lambda key: -_shared_parts(key[0], module))
+        return {key: found[key] for key in keys[:_MAX_CHANNEL_PARAMETERS]}
 
     def updates(self) -> tuple[SideUpdate, SideUpdate]:
         """Return the update of both sides, with the parameters that both have."""
@@ -88,6 +98,12 @@ class StepHistory:
         )
         common = one.gradients.keys() & two.gradients.keys()
         return _restrict(one, common), _restrict(two, common)
+
+
+def _shared_parts(one: str, other: str) -> int:
+    """Return the number of leading parts that two paths share."""
+    pairs = zip(one.split("/"), other.split("/"), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _is_parameter_array(entry: Entry) -> bool:
