@@ -98,6 +98,7 @@ def test_the_factor_of_a_gemma_norm_is_one_plus_its_weight() -> None:
 def test_a_dropout_is_told_from_its_zeros_and_its_factor() -> None:
     mask = RNG.random((8, 16)) >= 0.25
     assert "b computes dropout(up; " in said(UP, UP * mask / 0.75)
+    assert "of its elements set to 0" in said(UP, UP * mask)
     assert " are 0, the others times 1.333)" in said(SKIP + UP, SKIP + UP * mask / 0.75)
 
 

@@ -175,7 +175,10 @@ def _dropout(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
             factor = float(np.median(ratios[~zeros]))
             if float(np.abs(ratios[~zeros] - factor).max()) > _DROPOUT_ERROR * abs(factor):
                 continue
-            name = f"dropout({each.name}; {zeros.mean():.0%} are 0, the others times {factor:.4g})"
+            share = f"{zeros.mean():.0%}"
+            name = f"dropout({each.name}; {share} are 0, the others times {factor:.4g})"
+            if abs(factor - 1.0) <= _DROPOUT_ERROR:
+                name = f"{each.name} with {share} of its elements set to 0"
             return ValueFormula(name if rest is None else f"{rest.name} + {name}", _DROPOUT_ERROR)
     return None
 
