@@ -17,9 +17,9 @@ MISTAKES: Final = {
     ("GPT-2", "gelu"): ([1, "forward", "transformer/h/0/mlp/c_proj", "input", "", "formula"], ""),
     ("ResNet", "decay on norms"): (
         [1, "update", "resnet/embedder/embedder/normalization", "parameter", "scale", "formula"],
-        "-1.00e-04 times the parameter as it was: another weight decay",
+        "in torch, 0.0001 in jax; the others have the same",
     ),
-    ("LSTM tagger", "mean over padding"): ([1, "forward", "", "loss", "", "formula"], "loss: 1.6"),
+    ("LSTM tagger", "mean over padding"): ([1, "forward", "", "loss", "", "factor"], "loss: 1.6"),
 }
 """Program, mistake -> step, pass, module, quantity, array, kind; a part of the evidence."""
 
