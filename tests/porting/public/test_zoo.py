@@ -20,6 +20,8 @@ PAIRS: Final = [
     pytest.param("FiLM, image and state", 0),
     pytest.param("actor-critic, critic first", 0),
     pytest.param("VAE, flax's example", 0),
+    pytest.param("BERT, attention layers", 0),
+    pytest.param("T5 1.1", 1),
 ]
 """A pair, and the lines of `names=` that it may need."""
 
