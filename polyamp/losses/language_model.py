@@ -103,8 +103,8 @@ def chunked_causal_language_model(
 
     It is torchtune's `LinearCrossEntropyLoss` (`num_output_chunks=8`) and Liger's and Apple's fused linear
     cross-entropy. Their kernels are faster on a GPU; this one is the framework's own operations on every device.
-    For 250 MB of logits 8 chunks take 97 MB instead of 714 MB in torch, 162 instead of 771 in JAX and 172 instead of 518
-    in TensorFlow (docs/measurements/chunked_loss.md).
+    For 250 MB of logits 8 chunks take 97 MB instead of 714 MB in torch, 162 instead of 771 in JAX and 172 instead of
+    518 in TensorFlow (docs/measurements/chunked_loss.md).
 
     Args:
         hidden: what the head receives, floating, shape (..., length, width).
