@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from polyamp.errors import join_first
+from polyamp.float_formats import FORMATS
 from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.report_data import Divergence, SideValues
 from polyamp.parity.trace.sketch import Sketch, sample_indices
@@ -17,6 +18,11 @@ from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.attention_formulas import explain_attention
 from polyamp.parity.verdict.causes.cause import Cause
+from polyamp.parity.verdict.causes.common_factors import (
+    FACTOR_TOLERANCE,
+    common_factor,
+    has_common_factor_where_nonzero,
+)
 from polyamp.parity.verdict.causes.element_profile import attention_evidence, differing_indices, index_evidence
 from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
 from polyamp.parity.verdict.causes.gradient_causes import backward_evidence, missing_gradient
@@ -38,8 +44,6 @@ from polyamp.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from polyamp.parity.verdict.distances import EntryComparison
 
-_FACTOR_TOLERANCE: Final = 1e-4
-"""Largest relative distance of two factors that count as equal."""
 _PERMUTATION_MIN_DISTANCE: Final = 1e-2
 """Relative distance above which a permutation of the values is considered."""
 _NOT_FROM_UPDATES: Final = ("statistic", "scale", "finite", "applied")
@@ -171,10 +175,12 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
             *_hidden_settings(alignment),
             *operation_differences(labels, known.traces, near),
         ]
+        if _is_rounded(a, b, comparison.distance / size):
+            return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
         formula = _diagnose_formula(comparison, known, _location_text(comparison.one, ""))
         if formula is not None:
             return formula._replace(evidence=[*formula.evidence, *operations, *differences])
-    factor = _common_factor(a, b)
+    factor = common_factor(a, b)
     if factor is not None:
         return Cause(
             "factor",
@@ -190,14 +196,12 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         )
     if differences:
         return Cause("formula", f"Other settings {where}.", [*differences, *operations])
-    if a.zeros != b.zeros and _has_common_factor_where_nonzero(a, b):
+    if a.zeros != b.zeros and has_common_factor_where_nonzero(a, b):
         return Cause(
             "randomness",
             f"Other elements are 0 {where}, and the rest agrees up to a factor: a dropout.",
             [f"{a.zeros} of {a.size} are 0 in {labels[0]}, {b.zeros} in {labels[1]}."],
         )
-    if a.width != b.width and "float32" in (a.width, b.width):
-        return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
     profile = differing_indices(a, b, comparison.allowed)
     places = index_evidence(profile)
@@ -353,7 +357,7 @@ def _integer_ratio_evidence(one: float, two: float, labels: tuple[str, str]) -> 
         return []
     ratio = two / one
     for factor, label in ((ratio, labels[1]), (1 / ratio, labels[0])):
-        if factor > 1.5 and abs(factor - round(factor)) < _FACTOR_TOLERANCE * factor:
+        if factor > 1.5 and abs(factor - round(factor)) < FACTOR_TOLERANCE * factor:
             return [f"{label} has {round(factor)} times the other's: a sum where the other takes a mean?"]
     return []
 
@@ -376,30 +380,11 @@ def _location_text(entry: Entry, after: str) -> str:
     return f"in {entry.what} {entry.name!r} of {path}"
 
 
-def _common_factor(a: Sketch, b: Sketch) -> float | None:
-    """Return the factor between the elements of both sides; None if there is no common factor, or if it is 1."""
-    import numpy as np
-
-    x, y = a.samples(), b.samples()
-    large = np.abs(x) > 1e-3 * (np.max(np.abs(x)) if x.size else 0.0)
-    if x.shape != y.shape or int(large.sum()) < 2:
-        return None
-    ratios = y[large] / x[large]
-    middle = float(np.median(ratios))
-    spread = float(np.max(np.abs(ratios - middle)))
-    return middle if spread < _FACTOR_TOLERANCE * abs(middle) and abs(middle - 1.0) > 10 * _FACTOR_TOLERANCE else None
-
-
-def _has_common_factor_where_nonzero(a: Sketch, b: Sketch) -> bool:
-    """Return whether the elements that are nonzero on both sides agree up to a factor."""
-    import numpy as np
-
-    x, y = a.samples(), b.samples()
-    both = (x != 0) & (y != 0)
-    if int(both.sum()) < 4:
+def _is_rounded(a: Sketch, b: Sketch, distance: float) -> bool:
+    """Return whether one array is the other one, rounded to a narrower dtype; `distance` is relative."""
+    if a.width == b.width or "float32" not in (a.width, b.width):
         return False
-    ratios = y[both] / x[both]
-    return bool(np.max(np.abs(ratios - np.median(ratios))) < 1e-2 * abs(np.median(ratios)))
+    return distance <= 2.0 * max(FORMATS[each.width].unit_roundoff for each in (a, b))
 
 
 def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
