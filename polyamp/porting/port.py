@@ -133,7 +133,7 @@ def port(
         if check is not None:
             raise PortError(
                 "check= compares models, before or after the training states move: polyamp.port(source.model, a_model, "
-                "check=batch). Received: check= with a training state. batch= shows the order of rows alone."
+                "check=batch). Received: check= with a training state. batch= shows alike layers and the order of rows."
             )
         if forms is not None:
             raise PortError(

@@ -16,10 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from polyamp.errors import PortError
+from polyamp.porting.alike_layers import make_settler
+from polyamp.porting.check import Batch
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.layouts.operations import Merge
 from polyamp.porting.matching.flatten_order import Rows
 from polyamp.porting.model_run import make_model_sides, trace_plan
+from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port_report import PortReport
 from polyamp.porting.states import recipe_comparison
 from polyamp.porting.states.training_side import TrainingSide, make_training_side
@@ -30,7 +33,7 @@ from polyamp.porting.states.training_state import (
     native_state_arrays,
     transfer_arrays,
 )
-from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan
+from polyamp.porting.transfer_plan import make_transfer_plan
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.train import checkpoint_checks
 from polyamp.train.recipe_changes import SettingChange
@@ -116,10 +119,12 @@ def port_state(
     """
     ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
     _check_same_slots(ours, theirs)
-    plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict, rows=rows)
+    sides = None if batch is None else _models_to_run(source, target, batch)
+    settle = None if sides is None else make_settler(*sides)
+    plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict, rows=rows, settle=settle)
     traced: list[str] = []
-    if batch is not None:
-        plan, traced = _trace_models(source, target, plan, batch, strict=strict)
+    if sides is not None:
+        plan, traced = trace_plan(sides[0], sides[1], plan, sides[2], strict=strict)
     plan = plan.without_questions(strict=strict)
     mappings = [
         (
@@ -168,17 +173,15 @@ def port_state(
     return theirs.replace_arrays({name: np.ascontiguousarray(a) if a.ndim else a for name, a in arrays.items()}), report
 
 
-def _trace_models(
-    source: Any, target: Any, plan: TransferPlan, batch: Any, *, strict: bool
-) -> tuple[TransferPlan, list[str]]:
-    """Return the plan with the orders of rows that a run of both states' models shows, and remarks for the report."""
+def _models_to_run(source: Any, target: Any, batch: Any) -> tuple[ModelSide, ModelSide, Batch]:
+    """Return both states' models and the inputs, for runs that show alike layers and the order of rows."""
     if isinstance(source, str | os.PathLike):
         raise PortError(
             "batch= runs both models, and the source is a checkpoint's path. Give the restored state, or rows= instead."
         )
     ours, theirs, given = make_model_sides(source.model, target.model, batch)
     assert given is not None
-    return trace_plan(ours, theirs, plan, given, strict=strict)
+    return ours, theirs, given
 
 
 def _random_stream_notes(target: TrainingSide) -> list[str]:
