@@ -66,7 +66,7 @@ def test_a_right_loop_agrees_and_its_updates_are_judged(model: nn.Module) -> Non
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.5), "-4.90e-03 times the parameter as it was"),
+        (lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.5), "0.0001 in recipe, 0.005 in loop"),
         (lambda p: torch.optim.AdamW(p, lr=2 * RATE, weight_decay=DECAY), "loop's update is 2 times recipe's"),
     ],
     ids=["decay of 0.5 for 0.01", "twice the rate"],
