@@ -8,5 +8,6 @@ DEVIATIONS = [
     ("mlx", "s03_the_policy_that_loss_fn_puts_around_something_decides_for_it[cast", "refused in mode='cast'"),
     ("mlx", "s12_what_the_forward_pass_writes", "a write to a parameter is refused"),
     ("mlx", "s12_a_skipped_step_takes_back", "a write to a parameter is refused"),
+    ("mlx", "s34", "it keeps no averages of parameters"),
     ("mlx", "s01_float64", "MLX computes float64 on the CPU alone, and this backend has no such block"),
 ]

@@ -153,7 +153,7 @@ def test_s34_excluded_parameters_have_no_average(backend: Backend, harness: Harn
         polyamp.init(harness.mlp(layers()), recipe(ema=polyamp.Ema(exclude="hea")))
 
 
-def test_s34_a_state_without_averages_says_what_to_write(harness: Harness) -> None:
+def test_s20_a_state_without_averages_says_what_to_write(harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers()), recipe())
     for call in (polyamp.averaged, polyamp.averaged_model):
         with pytest.raises(RecipeError, match=r"has no averages.*Recipe\(\.\.\., ema=polyamp\.Ema\(decay=0\.999\)\)"):

@@ -199,7 +199,8 @@ def _is_frameworks_own(loss_fn: Any, roots: Collection[str]) -> bool:
         return False
     if isinstance(loss_fn, types.FunctionType | types.BuiltinFunctionType):
         module = loss_fn.__module__ or ""
-        return module == "polyamp.losses" or module.partition(".")[0] in ({*roots, "optax"} - _NO_ROOTS)
+        own = f"{module}.".startswith("polyamp.losses.")
+        return own or module.partition(".")[0] in ({*roots, "optax"} - _NO_ROOTS)
     module = type(loss_fn).__module__
     return module.partition(".")[0] in roots and "loss" in module and not module.startswith("polyamp")
 
