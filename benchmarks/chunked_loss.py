@@ -54,7 +54,7 @@ def torch_step(dtype: str, chunks: int | None) -> Callable[[int], float]:
             loss = losses.causal_language_model(hidden.to(narrow) @ weight.to(narrow).T, tokens)
         else:
             loss = losses.chunked_causal_language_model(hidden, weight, tokens, chunks=chunks, dtype=dtype)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         return float(loss.detach())
 
     return step
@@ -86,7 +86,7 @@ def tensorflow_step(dtype: str, chunks: int | None) -> Callable[[int], float]:
 
     from polyamp import losses
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow is untyped
     def made(hidden: Any, weight: Any, tokens: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch([hidden, weight])

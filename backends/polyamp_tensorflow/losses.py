@@ -126,7 +126,7 @@ def _map_chunks(function: Callable[..., Any], arrays: list[Any], shared: list[An
     def stacked(dtype: Any, shape: Any) -> Any:
         return tf.TensorArray(dtype, size=count, element_shape=shape)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
     def mapped(*inputs: Any) -> Any:
         parts, whole = [cut(array) for array in inputs[: len(arrays)]], inputs[len(arrays) :]
 

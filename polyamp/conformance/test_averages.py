@@ -147,8 +147,12 @@ def test_s34_excluded_parameters_have_no_average(backend: Backend, harness: Harn
     made = recipe(ema=polyamp.Ema(0.5, exclude=globs[-1]))
     state, _ = advance(polyamp.init(harness.mlp(layers()), made), [batch(0), batch(1)])
     assert len(averages(backend.export_state(state))) == 2
+    current = {path: np.array(backend.to_numpy(value)) for path, value in polyamp.parameters(state.model).items()}
     with polyamp.averaged(state) as model:
-        assert len(polyamp.parameters(model)) == 4
+        inside = {path: np.array(backend.to_numpy(value)) for path, value in polyamp.parameters(model).items()}
+    same = {path for path, value in inside.items() if np.array_equal(value, current[path])}
+    assert same == {path for path in paths if path.startswith(f"{globs[-1]}/")}
+    assert len(same) == 2
     with pytest.raises(RecipeError, match="ema: exclude: the glob 'hea' matches no trainable parameter"):
         polyamp.init(harness.mlp(layers()), recipe(ema=polyamp.Ema(exclude="hea")))
 

@@ -21,6 +21,7 @@ from polyamp_torch.arrays import DTYPES, XP
 from polyamp_torch.compat import foreach_lerp_
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.state_arrays import drop_gathered_parameters, state_buffers
 
 
@@ -117,7 +118,7 @@ def averaged(state: Any) -> Iterator[nn.Module]:
         StateError: the state was refreshed, or is in such a block already.
     """
     averages: Any = state.averages
-    with state.lock:
+    with DeferInterrupts(), state.lock:  # Ctrl-C leaves all of the model's values of one kind
         state.check_alive()
         kept = averages.write_to_model(state)
         averages.in_place = True
@@ -126,7 +127,7 @@ def averaged(state: Any) -> Iterator[nn.Module]:
     try:
         yield state.model
     finally:
-        with state.lock:
+        with DeferInterrupts(), state.lock:
             averages.write_back(state, kept)
             averages.in_place = False
             state.allow_steps(members)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyamp.porting.layouts.lazy_array import Array, Lazy
-from polyamp.porting.layouts.operations import Moves, Operation, Shape
+from polyamp.porting.layouts.operations import Chain, Moves, Operation, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +36,15 @@ class Rule:
 
     def shapes(self, native: list[Shape]) -> list[Shape]:
         """Return the canonical shapes for native shapes."""
-        for operation in self.operations:
-            native = operation.shapes(native)
-        return native
+        return Chain(self.operations).shapes(native)
 
     def forward(self, arrays: list[Array]) -> list[Array]:
         """Return the canonical arrays for native arrays."""
-        for operation in self.operations:
-            arrays = operation.forward(arrays)
-        return arrays
+        return Chain(self.operations).forward(arrays)
 
     def backward(self, arrays: list[Array]) -> list[Array]:
         """Return the native arrays for canonical arrays."""
-        for operation in reversed(self.operations):
-            arrays = operation.backward(arrays)
-        return arrays
+        return Chain(self.operations).backward(arrays)
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
         """Return the canonical gradients for native gradients."""

@@ -274,7 +274,8 @@ def test_s24_compiled_chunks_are_those_of_eager_code(dtype: str | None) -> None:
 
 def test_s24_causal_language_model_is_transformers_own() -> None:
     """`ForCausalLMLoss`, for which -100 is no argument but the default."""
-    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    from transformers.loss import loss_utils
+
     logits, tokens = (
         torch.randn(2, 7, 11, generator=torch.Generator().manual_seed(0)),
         torch.arange(14).reshape(2, 7) % 11,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,6 +57,9 @@ def test_ones_of_a_wider_dtype_are_the_same_batch(one: type, two: type) -> None:
 
 def test_other_batches_at_a_later_call_are_refused_in_one_process_too() -> None:
     rng = np.random.default_rng(0)
-    made: Callable[[int], Any] = lambda _: rng.standard_normal((16, 4)).astype("f4")  # noqa: E731
+
+    def made(_: int) -> Any:
+        return rng.standard_normal((16, 4)).astype("f4")
+
     with pytest.raises(RecipeError, match=r"batch\(0\) gave other arrays at a later call. .* seed it with the step"):
         polyamp.compare(MLP.random([4, 1], seed=0), MLP.random([4, 1], seed=0), made)

@@ -98,7 +98,7 @@ def judged(one: list[PhaseTrace], two: list[PhaseTrace]) -> Comparison:
     phases = (Phase(name=FLOAT32, title=FLOAT32), Phase(name=POLICY, title="mixed_bfloat16"))
     agreed = Alignment(modules={"fc": "fc", "": ""}, layer_kinds={"fc": "dense"})
     runs = [(phase, *both) for phase, *both in zip(phases, one, two, strict=True)]
-    return compare_traces(("one", "two"), runs, agreed, (RECIPE, RECIPE))  # type: ignore[arg-type]
+    return compare_traces(("one", "two"), runs, agreed, (RECIPE, RECIPE))
 
 
 @pytest.mark.parametrize("relu", [True, False], ids=["relu", "gelu with padding"])

@@ -42,13 +42,13 @@ def test_what_it_refuses(options: dict[str, Any], message: str) -> None:
 
 def test_a_recipe_takes_an_ema_and_says_so() -> None:
     with pytest.raises(RecipeError, match=r"Received: ema=0\.999\. Write ema=polyamp\.Ema\(decay=0\.999\)"):
-        polyamp.Recipe(ema=0.999)  # type: ignore[arg-type]
+        polyamp.Recipe(ema=0.999)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(RecipeError, match=r"Call it: polyamp\.Ema\(\)"):
-        polyamp.Recipe(ema=polyamp.Ema)  # type: ignore[arg-type]
+        polyamp.Recipe(ema=polyamp.Ema)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(ArgumentError, match=r"Recipe\(ema=polyamp\.Ema\(decay=\.\.\.\)\)"):
-        polyamp.Recipe(use_ema=True)  # type: ignore[call-arg]
+        polyamp.Recipe(use_ema=True)  # type: ignore[call-arg]  # the mistake
     with pytest.raises(ArgumentError, match=r"Recipe\(ema=polyamp\.Ema\(decay=\.\.\.\)\)"):
-        polyamp.adamw(1e-3, ema_momentum=0.9)  # type: ignore[call-arg]
+        polyamp.adamw(1e-3, ema_momentum=0.9)  # type: ignore[call-arg]  # the mistake
 
 
 @pytest.mark.parametrize("ema", [polyamp.Ema(), polyamp.Ema(0.5, True, 3, "average", ["head/**", "*/bias"])])

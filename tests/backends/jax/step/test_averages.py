@@ -40,7 +40,7 @@ def test_s34_averages_are_those_of_optax_and_a_scan_moves_them() -> None:
         params = state.params
         theirs = params if theirs is None else optax.incremental_update(params, theirs, 0.1)
     found = state.averages["model"]
-    for name, leaf in theirs.items():  # type: ignore[union-attr]
+    for name, leaf in theirs.items():  # type: ignore[union-attr]  # set by the first step
         (own,) = (value for path, value in found.items() if path.endswith(name))
         np.testing.assert_allclose(own, leaf, rtol=1e-6, atol=1e-7)
 

@@ -57,7 +57,7 @@ def test_s34_averages_are_those_of_swa_utils(statistics: Any, compiled: bool, wa
             assert torch.equal(one, other)
 
 
-def test_s34_trap_averages_by_hand_move_at_skipped_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s34_trap_averages_by_hand_move_at_skipped_steps() -> None:
     """GradScaler skips, `update_parameters` does not know it, and the average goes on towards the parameter."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
