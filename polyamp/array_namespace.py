@@ -46,6 +46,29 @@ class ArrayNamespace(Protocol):
     def expm1(self, x: Any, /) -> Any:
         """Return the elementwise exp(x) - 1, accurate near zero."""
 
+    # For arrays as a whole: optimizer formulas that are not elementwise use them, with the namespace of arrays.
+
+    def norm(self, x: Any, /) -> Any:
+        """Return the Euclidean norm of all elements, a scalar."""
+
+    def mean(self, x: Any, axis: int, /) -> Any:
+        """Return the mean over one axis, which stays with length 1."""
+
+    def matmul(self, x: Any, y: Any, /) -> Any:
+        """Return the product of two matrices of one dtype, in full precision of that dtype."""
+
+    def swapaxes(self, x: Any, first: int, second: int, /) -> Any:
+        """Return the array with two axes exchanged."""
+
+    def astype(self, x: Any, dtype: str, /) -> Any:
+        """Return the array cast to "bfloat16", "float32" or "float64"."""
+
+    def gather(self, x: Any, /) -> Any:
+        """Return the whole of an array that is divided among devices, if each holds a part that it alone computes."""
+
+    def scatter(self, x: Any, like: Any, /) -> Any:
+        """Return the part of a whole array that `like` is of its own; the inverse of `gather`."""
+
 
 _NAMES: Final = ("where", "minimum", "maximum", "sqrt", "sign", "cos", "floor", "power", "expm1")
 """Functions that most frameworks have under the same name."""
@@ -57,13 +80,18 @@ def array_namespace(module: Any, asarray: Callable[[Any, Any], Any], **functions
     Args:
         module: the module that has the functions.
         asarray: see `ArrayNamespace.asarray`.
-        **functions: functions by their names here, in place of the module's.
+        **functions: functions by their names here, in place of the module's; those for arrays as a whole have no
+            default but `gather` and `scatter`, which return the array itself.
     """
-    found: Any = types.SimpleNamespace(asarray=asarray)
-    for name in _NAMES:
-        setattr(found, name, functions.get(name) or getattr(module, name))
+    known = {name: getattr(module, name) for name in _NAMES if name not in functions}
+    found: Any = types.SimpleNamespace(asarray=asarray, gather=_itself, scatter=lambda x, like: x)
+    vars(found).update(known, **functions)
     namespace: ArrayNamespace = found
     return namespace
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 PYTHON: Final = array_namespace(

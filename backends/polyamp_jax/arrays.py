@@ -24,7 +24,19 @@ def _asarray(value: Any, like: Any) -> Any:
     return jnp.asarray(value, jnp.result_type(like))
 
 
-XP: Final = array_namespace(jnp, _asarray)
+def _cast(x: Any, dtype: Any) -> Any:
+    return x.astype(dtype if isinstance(dtype, str) else dtype.dtype)
+
+
+XP: Final = array_namespace(
+    jnp,
+    _asarray,
+    norm=lambda x: jnp.sqrt(jnp.sum(x * x)),
+    mean=lambda x, axis: jnp.mean(x, axis, keepdims=True),
+    matmul=lambda x, y: jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST),
+    swapaxes=jnp.swapaxes,
+    astype=_cast,
+)
 """The array namespace of jax.numpy."""
 
 

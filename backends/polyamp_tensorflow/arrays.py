@@ -21,7 +21,23 @@ def _asarray(value: Any, like: Any) -> Any:
     return tf.cast(value, like.dtype) if tf.is_tensor(value) else tf.constant(value, like.dtype)
 
 
-XP: Final = array_namespace(tf, _asarray, power=tf.pow, expm1=tf.math.expm1)
+def _swap_axes(x: Any, first: int, second: int) -> Any:
+    order = list(range(x.shape.rank))
+    order[first], order[second] = order[second], order[first]
+    return tf.transpose(x, order)
+
+
+XP: Final = array_namespace(
+    tf,
+    _asarray,
+    power=tf.pow,
+    expm1=tf.math.expm1,
+    norm=tf.norm,
+    mean=lambda x, axis: tf.reduce_mean(x, axis, keepdims=True),
+    matmul=tf.linalg.matmul,
+    swapaxes=_swap_axes,
+    astype=lambda x, dtype: tf.cast(x, dtype if isinstance(dtype, str) else dtype.dtype),
+)
 """The array namespace of tensors, eager and inside a `tf.function`."""
 
 

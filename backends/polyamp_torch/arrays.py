@@ -24,8 +24,35 @@ def scalar_like(value: Any, like: Any) -> Any:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-XP: Final = array_namespace(torch, scalar_like, power=torch.pow)
-"""torch's array namespace; scalars stay on their device."""
+def _cast(x: Any, dtype: Any) -> Any:
+    return x.to(DTYPES[dtype] if isinstance(dtype, str) else dtype.dtype)
+
+
+def _gather(x: Any) -> Any:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _scatter(x: Any, like: Any) -> Any:
+    if not hasattr(like, "full_tensor"):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+
+
+XP: Final = array_namespace(
+    torch,
+    scalar_like,
+    power=torch.pow,
+    norm=lambda x: _gather(torch.linalg.vector_norm(x)),
+    mean=lambda x, axis: torch.mean(x, axis, keepdim=True),
+    matmul=torch.matmul,
+    swapaxes=torch.swapaxes,
+    astype=_cast,
+    gather=_gather,
+    scatter=_scatter,
+)
+"""torch's array namespace; scalars stay on their device. A sharded tensor (DTensor) is gathered to a plain one."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from polyamp import Group, schedules
 from polyamp.conformance.problems import layers, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import DenseWeights, Harness
+from polyamp.reference.arrays import XP as REFERENCE_XP
 
 Array = np.ndarray[Any, Any]
 STEPS = 50
@@ -28,6 +29,10 @@ OPTIMIZERS: list[tuple[Any, Any]] = [
     (polyamp.adagrad(schedules.piecewise((0.03, 0.07), (9,)), lr_decay=0.07, weight_decay=0.03), True),
     (polyamp.lion(schedules.constant(0.003), weight_decay=0.3), True),
     (polyamp.nadam(schedules.linear_warmup(0.03, 7, 0.001), weight_decay=0.03, momentum_decay=0.07), True),
+    (polyamp.lamb(schedules.linear_warmup(0.03, 7, 0.001), weight_decay=0.03), True),
+    (polyamp.adafactor(schedules.linear_warmup(0.03, 7, 0.001), weight_decay=0.03), True),
+    (polyamp.muon(0.03, adamw_learning_rate=0.007, ns_coefficients=(2.0, -1.5, 0.5)), False),
+    (polyamp.schedule_free(schedules.linear_warmup(0.03, 7, 0.001), weight_decay=0.03), True),
 ]
 """Optimizers, and whether gradients are clipped; no number is one of float32."""
 GROUPS = [
@@ -121,6 +126,11 @@ def update_parameter(spec: Any, w: Any, g: Any, slots: dict[str, Any], rate: flo
             slots["v"] = two * slot("v") + (1 - two) * g * g
             step = (1 - now) / (1 - product) * g + ahead / (1 - product * ahead) * slots["m"]
             return w - rate * step / (np.sqrt(slots["v"]) / math.sqrt(1 - two**n) + spec.eps)
+        case polyamp.lamb() | polyamp.adafactor() | polyamp.muon() | polyamp.schedule_free():
+            before = slots or {name: np.zeros(spec.slot_shape(name, w.shape)) for name in spec.slots}
+            new, after = spec.update(REFERENCE_XP, w, g, before, np.float64(rate), np.float64(n))
+            slots.update(after)
+            return np.asarray(new)
     one, two = spec.betas
     direction = np.sign(one * slot("m") + (1 - one) * g)
     slots["m"] = two * slots["m"] + (1 - two) * g

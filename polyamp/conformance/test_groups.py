@@ -25,6 +25,10 @@ OPTIMIZERS = [
     polyamp.adagrad(0.1, lr_decay=0.1),
     polyamp.lion(0.01),
     polyamp.nadam(0.01),
+    polyamp.lamb(0.01),
+    polyamp.adafactor(0.01),
+    polyamp.muon(0.01),
+    polyamp.schedule_free(0.01),
 ]
 GROUPS = [
     *no_decay("bias"),

@@ -28,6 +28,13 @@ OPTIMIZERS = {
     "lion": polyamp.lion(1e-4, weight_decay=0.1),
     "nadam": polyamp.nadam(1e-3),
     "nadam_decoupled": polyamp.nadam(1e-3, eps=1e-3, weight_decay=1e-2, decoupled_weight_decay=True),
+    "nadamw": polyamp.nadamw(1e-3, eps=1e-3),
+    "amsgrad": polyamp.adamw(1e-3, eps=1e-3, amsgrad=True),
+    "lamb": polyamp.lamb(1e-3, eps=1e-3),
+    "adafactor": polyamp.adafactor(1e-2, weight_decay=0.1),
+    "muon": polyamp.muon(1e-2, adamw_learning_rate=1e-3, eps=1e-3),
+    "muon_moonlight": polyamp.muon(1e-3, scale="moonlight", nesterov=False, eps=1e-3),
+    "schedule_free": polyamp.schedule_free(polyamp.schedules.linear_warmup(1e-3, 20), eps=1e-3, weight_decay=0.1),
 }
 
 

@@ -21,6 +21,11 @@ OPTIMIZERS = [
     polyamp.adagrad(1e-2, lr_decay=0.1),
     polyamp.lion(polyamp.schedules.piecewise((1e-3, 1e-4), (2,)), weight_decay=0.1),
     polyamp.nadam(polyamp.schedules.linear_warmup(1e-2, 5), weight_decay=1e-3),
+    polyamp.adamw(1e-3, amsgrad=True),
+    polyamp.lamb(polyamp.schedules.linear_warmup(1e-2, 5)),
+    polyamp.adafactor(polyamp.schedules.linear_warmup(1e-2, 5), weight_decay=1e-3),
+    polyamp.muon(polyamp.schedules.linear_warmup(1e-2, 5), adamw_learning_rate=1e-3),
+    polyamp.schedule_free(polyamp.schedules.linear_warmup(1e-2, 5), weight_decay=1e-3),
 ]
 
 

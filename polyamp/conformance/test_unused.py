@@ -22,6 +22,10 @@ OPTIMIZERS = [
     polyamp.adagrad(0.1, lr_decay=0.5, weight_decay=0.1),
     polyamp.lion(0.05, weight_decay=0.1),
     polyamp.nadam(0.05, weight_decay=0.1),
+    polyamp.lamb(0.05),
+    polyamp.adafactor(0.05, weight_decay=0.1),
+    polyamp.muon(0.05),
+    polyamp.schedule_free(0.05, weight_decay=0.1),
 ]
 
 

@@ -30,8 +30,8 @@ class Group(Record):
             than two axes). With `paths` too, both must match.
         learning_rate: a number or a schedule, in place of the optimizer's.
         learning_rate_scale: factor of the optimizer's rate or schedule; excludes `learning_rate`.
-        weight_decay, betas, eps, momentum, nesterov, alpha, lr_decay, initial_accumulator_value: as in the optimizer.
-            A value that changes which arrays the optimizer keeps is an error.
+        weight_decay, betas, eps, momentum, nesterov, alpha, lr_decay, initial_accumulator_value, method: as in the
+            optimizer. A value that changes which arrays the optimizer keeps is an error.
 
     If several groups set one hyperparameter of a parameter, the first of these rules decides: a group with a kind
     precedes one without; the longest glob wins (S5); the later group wins. Each hyperparameter is decided separately,
@@ -65,6 +65,7 @@ class Group(Record):
     alpha: float | None = None
     lr_decay: float | None = None
     initial_accumulator_value: float | None = None
+    method: str | None = None
 
     def __post_init__(self) -> None:
         paths = (self.paths,) if isinstance(self.paths, str) else self.paths

@@ -4,6 +4,9 @@ A spec is frozen data that a recipe file can store. It has the hyperparameters a
 with their shapes, the formula (`step`) over an array namespace, and the native classes with the layout of their state.
 The reference and TensorFlow backends run the formula directly. torch and JAX use `torch.optim` and optax where these
 have it; the conformance suite compares their results with it.
+
+Most formulas are elementwise. One that needs a parameter as a whole, such as its norm or a product of matrices, is not
+`is_elementwise`: it runs on one parameter at a time and may use the second half of the array namespace.
 """
 
 from __future__ import annotations
@@ -46,6 +49,24 @@ class NativeOptimizer(NamedTuple):
     note: str = ""
 
 
+class ParameterFacts(NamedTuple):
+    """What a spec may know of a parameter.
+
+    Attributes:
+        path: its path in the state.
+        dimensions: number of axes.
+        is_embedding: whether it is the table of an embedding; None if that cannot be told.
+        outputs_first: whether a kernel's first axis is that of its outputs, as in torch, and not its last.
+        compute: the policy's compute dtype.
+    """
+
+    path: str
+    dimensions: int
+    is_embedding: bool | None
+    outputs_first: bool
+    compute: str
+
+
 Framework = Literal["torch", "keras", "optax"]
 NativeOptimizers = Mapping[Framework, tuple[NativeOptimizer, ...]]
 
@@ -71,28 +92,44 @@ class Spec(Record):
     """Slot -> function from the parameter's shape to the slot's; a slot without one has the parameter's shape."""
     native: ClassVar[NativeOptimizers] = MappingProxyType({})
     """Library -> its classes that have this optimizer's state."""
+    is_elementwise: ClassVar[bool] = True
+    """Whether an element of the new parameter depends on no other element."""
+    has_own_decay: ClassVar[bool] = False
+    """Whether `step` uses `weight_decay` itself, so that `update` does not."""
+    depends_on_parameter: ClassVar[bool] = False
+    """Whether `parameter_settings` chooses hyperparameters for each parameter."""
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    """Hyperparameter that is a word -> the accepted words."""
 
     learning_rate: float | Schedule
 
     def __post_init__(self) -> None:
         if not is_schedule(self.learning_rate):
-            _check_number("learning_rate", self.learning_rate)
+            check_number("learning_rate", self.learning_rate)
         for name in self.hyperparameters:
-            value, default = getattr(self, name), self.defaults[name]
-            if isinstance(default, bool):
-                if not isinstance(value, bool):
-                    raise RecipeError(f"{name} must be True or False. Received: {name}={value!r}.")
-            elif isinstance(default, tuple):
-                if not isinstance(value, tuple) or len(value) != 2:
-                    raise RecipeError(f"{name} must be a pair of numbers. Received: {name}={value!r}.")
-                for item in value:
-                    _check_number(name, item, below=1.0)
-            else:
-                _check_number(name, value, below=1.0 if name in ("momentum", "alpha") else math.inf)
+            self._check_hyperparameter(name, getattr(self, name))
         groups: Any = getattr(self, "groups")  # noqa: B009  # the last field, declared in every subclass
         if groups:
             groups = check_groups(self, groups)
         self._set_field("groups", tuple(groups))
+
+    def _check_hyperparameter(self, name: str, value: Any) -> None:
+        """Raise RecipeError for an impossible value. A spec with hyperparameters of other kinds extends it."""
+        default = self.defaults[name]
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise RecipeError(f"{name} must be True or False. Received: {name}={value!r}.")
+        elif name in self.choices:
+            if value not in self.choices[name]:
+                words = ", ".join(map(repr, self.choices[name]))
+                raise RecipeError(f"{name} must be one of {words}. Received: {name}={value!r}.")
+        elif isinstance(default, tuple):
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise RecipeError(f"{name} must be a pair of numbers. Received: {name}={value!r}.")
+            for item in value:
+                check_number(name, item, below=1.0)
+        else:
+            check_number(name, value, below=1.0 if name in ("momentum", "alpha") else math.inf)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
@@ -120,6 +157,20 @@ class Spec(Record):
         """Return the shape of a slot of a parameter with this shape."""
         rule = self.slot_shapes.get(slot)
         return shape if rule is None else rule(shape)
+
+    def parameter_settings(self, parameter: ParameterFacts) -> Mapping[str, Any]:
+        """Return hyperparameters that depend on the parameter, by name. A rate here gives way to a group's.
+
+        Raises:
+            RecipeError: they cannot be determined; names the parameter and what to set.
+        """
+        return {}
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether parameters have different hyperparameters, so that a model resolves them."""
+        groups: Any = getattr(self, "groups")  # noqa: B009  # the last field, declared in every subclass
+        return bool(groups) or self.depends_on_parameter
 
     @property
     def decouples_decay(self) -> bool:
@@ -170,21 +221,24 @@ class Spec(Record):
             The new parameter and the new slots.
         """
         decay: float = getattr(self, "weight_decay")  # noqa: B009  # a field of every spec
-        if decay and self.decouples_decay:
-            param = param * (1.0 - rate * decay)
-        elif decay:
-            grad = grad + decay * param
+        before = param
+        if decay and not self.has_own_decay:
+            if self.decouples_decay:
+                param = param * (1.0 - rate * decay)
+            else:
+                grad = grad + decay * param
         numbers = count if isinstance(count, dict) else self.corrections(xp, rate, count)
-        change, new = self.step(xp, grad, slots, {"rate": rate, **numbers}, keep)
+        change, new = self.step(xp, before, grad, slots, {"rate": rate, **numbers}, keep)
         return param - change, new
 
     def step(
-        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
     ) -> tuple[Any, Slots]:
         """Return what is subtracted from the parameter, and the new slots.
 
         Args:
             xp, slots, keep: as in `update`.
+            param: the parameter before any decay.
             grad: the gradient, with an L2 decay.
             numbers: the learning rate as "rate", and the `corrections`.
         """
@@ -196,7 +250,8 @@ def one_minus_power(base: float, exponent: Any, xp: ArrayNamespace) -> Any:
     return -xp.expm1(exponent * math.log(base)) if base > 0.0 else xp.asarray(1.0, exponent)
 
 
-def _check_number(name: str, value: Any, *, below: float = math.inf) -> None:
+def check_number(name: str, value: Any, *, below: float = math.inf) -> None:
+    """Raise RecipeError unless a hyperparameter is a finite number of at least 0 and below a limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < below:
         limit = "of at least 0" + (f" and below {below:g}" if below < math.inf else "")
         schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""

@@ -20,7 +20,8 @@ from polyamp.errors import (
 )
 from polyamp.recipe.clip_limits import ClipLimits, check_clip_limits
 from polyamp.recipe.ema import Ema
-from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
+from polyamp.recipe.optimizer_formulas.adam import AdamW
+from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.policy import Policy, spelling_hint
 from polyamp.recipe.scaler import PRESETS, LossScaler
 from polyamp.records import Record

@@ -23,7 +23,15 @@ def _asarray(value: Any, like: Any) -> Any:
     return np.asarray(value, np.asarray(like).dtype)
 
 
-XP: Final = array_namespace(np, _asarray)
+XP: Final = array_namespace(
+    np,
+    _asarray,
+    norm=lambda x: np.sqrt(np.sum(x * x)),
+    mean=lambda x, axis: np.mean(x, axis, keepdims=True),
+    matmul=np.matmul,
+    swapaxes=np.swapaxes,
+    astype=lambda x, dtype: x.astype(DTYPES[dtype] if isinstance(dtype, str) else dtype.dtype),
+)
 """NumPy's array namespace."""
 
 

@@ -159,10 +159,11 @@ class ReferenceBackend:
         groups = resolve_group_members(recipe, model.parameters, lambda: leaves, backend=self.name)
         slots = {
             name: {
-                slot: np.full(spec.slot_shape(slot, value.shape), groups.of(name).spec.initial(slot), value.dtype)
+                slot: np.full(member.slot_shape(slot, value.shape), member.initial(slot), value.dtype)
                 for slot in spec.slots
             }
             for name, value in model.parameters.items()
+            for member in (groups.of(name).spec,)
         }
         fresh = model.with_arrays(map_tree(np.array, model.parameters), map_tree(np.array, model.running))
         scale_state = recipe.loss_scaler.init(self.name)

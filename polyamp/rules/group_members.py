@@ -13,10 +13,11 @@ from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import RecipeError, join_first
 from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.groups import RATE_FIELDS, Group
+from polyamp.recipe.optimizer_spec import ParameterFacts
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.records import Record
-from polyamp.rules.parameter_kinds import ParameterLeaf, paths_of_kind
+from polyamp.rules.parameter_kinds import ParameterLeaf, find_embeddings, paths_of_kind
 from polyamp.schedules import ScaledSchedule
 
 
@@ -117,12 +118,14 @@ def resolve_group_members(
     Args:
         recipe: the recipe.
         paths: path of every trainable parameter, in the order of the state.
-        leaves: returns descriptions of the same parameters, in the same order; called only if there are groups.
+        leaves: returns descriptions of the same parameters, in the same order; called only if there are groups, or the
+            optimizer's hyperparameters depend on the parameter.
         backend: backend whose spelling the paths have, for aliases.
         modules: returns the path of every module, because an alias may name one without trained parameters.
 
     Raises:
-        RecipeError: a glob matches no parameter (lists the closest paths), or a kind cannot be determined.
+        RecipeError: a glob matches no parameter (lists the closest paths), a kind cannot be determined, or a
+            hyperparameter is impossible for a parameter.
         PolicyError: an alias does not match the model.
 
     Example:
@@ -135,7 +138,7 @@ def resolve_group_members(
         (0.0, 0.5)
     """
     spec: Any = recipe.optimizer
-    if not is_spec(spec) or not spec.groups:
+    if not is_spec(spec) or not spec.needs_model:
         return GroupMembers([GroupHyperparameters(spec)], dict.fromkeys(paths, 0))
     told = leaves()
     paths, names = [leaf.path for leaf in told], _parameter_names(recipe, told, backend, modules)
@@ -151,14 +154,27 @@ def resolve_group_members(
                 if one not in chosen[path] or chosen[path][one][0] <= found:
                     chosen[path][one] = (found, name, value)
     distinct: dict[GroupHyperparameters, int] = {}
-    numbers = {path: distinct.setdefault(_group_hyperparameters(base, chosen[path]), len(distinct)) for path in paths}
+    numbers = {}
+    embeddings = find_embeddings(told) if spec.depends_on_parameter else {}
+    for leaf in told:
+        facts = ParameterFacts(
+            leaf.path, leaf.dimensions, embeddings.get(leaf.path), leaf.outputs_first, recipe.policy.compute
+        )
+        member = _group_hyperparameters(base, chosen[leaf.path], facts)
+        numbers[leaf.path] = distinct.setdefault(member, len(distinct))
     return GroupMembers(list(distinct), numbers)
 
 
-def _group_hyperparameters(base: Any, chosen: Mapping[str, tuple[Any, str, Any]]) -> GroupHyperparameters:
+def _group_hyperparameters(
+    base: Any, chosen: Mapping[str, tuple[Any, str, Any]], facts: ParameterFacts
+) -> GroupHyperparameters:
     settings = {name: value for _, name, value in chosen.values()}
     scale = float(settings.pop("learning_rate_scale", 1.0))
-    return GroupHyperparameters(base.replace(**settings) if settings else base, scale, "learning_rate" in settings)
+    spec = base.replace(**settings) if settings else base
+    own = spec.parameter_settings(facts)
+    has_rate = "learning_rate" in settings
+    changes = {name: value for name, value in own.items() if name != "learning_rate" or not has_rate}
+    return GroupHyperparameters(spec.replace(**changes) if changes else spec, scale, has_rate or "learning_rate" in own)
 
 
 def _parameter_names(

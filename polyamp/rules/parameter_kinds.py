@@ -28,12 +28,14 @@ class ParameterLeaf(NamedTuple):
             function, variables of linen and haiku).
         called: every path that globs match, if that is not `path` alone: a shared parameter has several, and a
             framework may spell paths in two ways.
+        outputs_first: whether a kernel's first axis is that of its outputs, as in torch, and not its last.
     """
 
     path: str
     dimensions: int
     classes: tuple[str, ...] | None = None
     called: tuple[str, ...] = ()
+    outputs_first: bool = False
 
 
 def class_names(owner: object) -> tuple[str, ...]:
@@ -43,6 +45,22 @@ def class_names(owner: object) -> tuple[str, ...]:
     ('bool', 'int', 'object')
     """
     return tuple(kind.__name__ for kind in type(owner).__mro__)
+
+
+def find_embeddings(leaves: Sequence[ParameterLeaf]) -> dict[str, bool | None]:
+    """Return by path whether each of a model's parameters is the table of an embedding; None if that cannot be told.
+
+    >>> find_embeddings([ParameterLeaf(path, 2) for path in ("head/kernel", "table/embedding", "x")])
+    {'head/kernel': False, 'table/embedding': True, 'x': None}
+    """
+    beside = _names_by_module(leaves)
+    found: dict[str, bool | None] = {}
+    for leaf in leaves:
+        try:
+            found[leaf.path] = _has_kind("embedding", leaf, beside)
+        except RecipeError:
+            found[leaf.path] = None
+    return found
 
 
 def paths_of_kind(kind: str, leaves: Sequence[ParameterLeaf], candidates: Iterable[str]) -> set[str]:
@@ -66,12 +84,16 @@ def paths_of_kind(kind: str, leaves: Sequence[ParameterLeaf], candidates: Iterab
     >>> sorted(paths_of_kind("norm", leaves, [leaf.path for leaf in leaves]))
     ['ln/bias', 'ln/scale']
     """
-    asked = set(candidates)
+    asked, beside = set(candidates), _names_by_module(leaves)
+    return {leaf.path for leaf in leaves if leaf.path in asked and _has_kind(kind, leaf, beside)}
+
+
+def _names_by_module(leaves: Sequence[ParameterLeaf]) -> dict[str, list[str]]:
     beside: dict[str, list[str]] = {}
     for leaf in leaves:
         module, _, name = leaf.path.rpartition("/")
         beside.setdefault(module, []).append(name.lower())
-    return {leaf.path for leaf in leaves if leaf.path in asked and _has_kind(kind, leaf, beside)}
+    return beside
 
 
 def _has_kind(kind: str, leaf: ParameterLeaf, beside: Mapping[str, Sequence[str]]) -> bool:

@@ -206,5 +206,6 @@ def parameter_leaves(parts: ModelParts) -> list[ParameterLeaf]:
         paths = shared.get(path, (path,))
         owners = [modules[owner] for each in paths if (owner := each.rpartition("/")[0]) in modules]
         names = tuple(name for owner in owners for name in class_names(owner))
-        found.append(ParameterLeaf(path, jnp.ndim(leaf), names if owners else None, paths))
+        outputs_first = path.rpartition("/")[2] == "weight"  # equinox's, as in torch; flax, haiku: kernel, w
+        found.append(ParameterLeaf(path, jnp.ndim(leaf), names if owners else None, paths, outputs_first))
     return found

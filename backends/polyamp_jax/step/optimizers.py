@@ -21,7 +21,10 @@ import numpy as np
 import optax
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.optimizers import SGD, SPECS, Lion, OptimizerSpec, RMSprop, is_spec
+from polyamp.recipe.optimizer_formulas.lion import Lion
+from polyamp.recipe.optimizer_formulas.rmsprop import RMSprop
+from polyamp.recipe.optimizer_formulas.sgd import SGD
+from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.rules.group_members import GroupMembers
 from polyamp_jax.arrays import XP, conform_tree, materialize, select_if_finite
 from polyamp_jax.step.jax_only.native_transformations import (
@@ -50,7 +53,7 @@ def make_transformation(optimizer: Any) -> Any:
         return slow_parameters_transformation(optimizer)
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
-    names = ", ".join(spec.__name__.lower() for spec in SPECS)
+    names = ", ".join(spec.tag for spec in SPECS)
     raise UnsupportedError(
         f"optimizer must be one of polyamp's specs ({names}) or an optax.GradientTransformation on the jax backend. "
         f"Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
@@ -276,8 +279,9 @@ class _Formula(NamedTuple):
 
 
 def _initial_slot(spec: OptimizerSpec, slot: str, leaf: Any) -> Any:
-    if slot in spec.slot_shapes:
-        return jnp.full(spec.slot_shape(slot, leaf.shape), spec.initial(slot), leaf.dtype)
+    shape = spec.slot_shape(slot, leaf.shape)
+    if shape != leaf.shape:
+        return jnp.full(shape, spec.initial(slot), leaf.dtype)
     return jnp.full_like(leaf, spec.initial(slot))  # sharded as the parameter
 
 

@@ -68,7 +68,7 @@ class StaticSetup:
         This also applies if all parameters of this model are in one group: in a changed model they may not be (S28).
         """
         given: Any = self.recipe.optimizer
-        return self.groups if is_spec(given) and given.groups else given
+        return self.groups if is_spec(given) and given.needs_model else given
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticSetup):

@@ -62,14 +62,16 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
     def __init__(self, spec: Any, name: str | None = None, *, groups: GroupMembers | None = None) -> None:
         if not is_spec(spec):
             raise RecipeError(
-                f"spec must be one of polyamp's specs ({', '.join(s.__name__.lower() for s in SPECS)}), such as "
+                f"spec must be one of polyamp's specs ({', '.join(s.tag for s in SPECS)}), such as "
                 f"polyamp.adamw(1e-3). Received: spec={spec!r}."
             )
-        if spec.groups and groups is None:
+        if spec.needs_model and groups is None:
+            reason = "has parameter groups, which name parameters by their paths in a model"
+            if not spec.groups:
+                reason = f"is {spec.tag}, which treats the kinds of a model's parameters differently"
             raise RecipeError(
-                "spec has parameter groups, which name parameters by their paths in a model, and an optimizer alone "
-                "knows no model. Use polyamp_tensorflow.compile(model, recipe, loss=...), or polyamp.init and "
-                "polyamp.train_step."
+                f"spec {reason}, and an optimizer alone knows no model. Use polyamp_tensorflow.compile(model, recipe, "
+                "loss=...), or polyamp.init and polyamp.train_step."
             )
         rate = spec.learning_rate
         super().__init__(learning_rate=_SpecSchedule(spec) if callable(rate) else float(rate), name=name)
@@ -88,7 +90,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         self._slots = [
             {
                 slot: self.add_variable(
-                    shape=self.spec.slot_shape(slot, tuple(variable.shape)),
+                    shape=self._member(index).spec.slot_shape(slot, tuple(variable.shape)),
                     initializer=keras.initializers.Constant(self._member(index).spec.initial(slot)),
                     dtype=at_least_float32(variable.dtype).name,
                     name=slot,
@@ -201,7 +203,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
     def get_config(self) -> dict[str, Any]:
         """Return the name, the spec as a table as in a recipe file, and the group of each variable."""
         config = {"name": self.name, "spec": to_plain_data(self.spec)}
-        if self.groups.is_ungrouped and not self.spec.groups:
+        if self.groups.is_ungrouped and not self.spec.needs_model:
             return config
         distinct = [{**member._asdict(), "spec": to_plain_data(member.spec)} for member in self.groups.distinct]
         return {**config, "groups": {"distinct": distinct, "numbers": dict(self.groups.numbers)}}

@@ -1,7 +1,8 @@
 """Local shards of an optimizer's parameters and slots, as plain tensors for the update.
 
 Multi-tensor kernels, fused kernels and polyamp's formulas do not support sharded tensors (torch has no strategy for
-`_fused_sgd_` and `_foreach_copy_` over them). An update is element-wise, so it can run on the local shards.
+`_fused_sgd_` and `_foreach_copy_` over them). An elementwise update runs on the local shards. A formula that needs a
+parameter as a whole runs on the sharded tensors, and gathers what it needs.
 Between steps the optimizer contains sharded tensors, as torch's own code expects.
 """
 
@@ -84,6 +85,44 @@ class OptimizerShards:
         for p, slots in optimizer.state.items():
             self._state[self.plain(p)] = {slot: self.plain(value) for slot, value in slots.items()}
         self._of = list(_optimizer_contents(optimizer))
+
+
+class WholeTensors(OptimizerShards):
+    """Sharded tensors of an optimizer whose formula is not elementwise: they stay as they are, and get gradients."""
+
+    def plain(self, tensor: Any) -> Any:
+        return tensor
+
+    @contextlib.contextmanager
+    def inside(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor] = (),
+        grads: Sequence[torch.Tensor] = (),
+    ) -> Iterator[None]:
+        try:
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = _as_shard_of(p, grad)
+            yield
+        finally:
+            for p in parameters:
+                p.grad = None
+
+
+def _as_shard_of(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor as this process's shard of a tensor that is divided as the parameter."""
+    if local_tensor_of(parameter) is parameter:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def check_native_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -289,10 +289,10 @@ def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Gro
         if uses_formula:
             current_spec(group_spec(groups, number), group)
         for name, differs in (
-            ("amsgrad", group.get("amsgrad")),
+            ("amsgrad", bool(group.get("amsgrad")) != getattr(spec, "amsgrad", False)),
             ("decoupled_weight_decay", group.get("decoupled_weight_decay", decouples) != decouples),
         ):
-            if differs and name not in spec.hyperparameters:
+            if differs and (name == "amsgrad" or name not in spec.hyperparameters):
                 raise UnsupportedError(
                     f"{name}={group[name]} was written into the optimizer's param_groups; {type(spec).__name__} has no "
                     f"such option. Give the recipe torch.optim.{type(spec).__name__}(..., {name}={group[name]})."

@@ -11,7 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp import RecipeError, adagrad, adam, adamw, lion, nadam, rmsprop, schedules, sgd
+from polyamp import (
+    RecipeError,
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    lamb,
+    lion,
+    muon,
+    nadam,
+    nadamw,
+    rmsprop,
+    schedule_free,
+    schedules,
+    sgd,
+)
 from polyamp.array_namespace import PYTHON
 from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.reference.arrays import XP
@@ -46,8 +61,9 @@ def torch_adam(
     eps: float = 1e-8,
     decay: float = 0.0,
     decoupled: bool = False,
+    amsgrad: bool = False,
 ) -> Array:
-    m, v = np.zeros_like(param), np.zeros_like(param)
+    m, v, largest = np.zeros_like(param), np.zeros_like(param), np.zeros_like(param)
     for t, grad in enumerate(grads, start=1):
         g = grad
         if decoupled:
@@ -56,7 +72,8 @@ def torch_adam(
             g = grad + decay * param
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g**2
-        m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        largest = np.maximum(largest, v)
+        m_hat, v_hat = m / (1 - betas[0] ** t), (largest if amsgrad else v) / (1 - betas[1] ** t)
         param = param - lr * m_hat / (np.sqrt(v_hat) + eps)
     return param
 
@@ -146,6 +163,87 @@ def paper_lion(
     return param
 
 
+def paper_lamb(
+    param: Array,
+    grads: list[Array],
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    decay: float = 0.01,
+) -> Array:
+    m, v = np.zeros_like(param), np.zeros_like(param)
+    for t, grad in enumerate(grads, start=1):
+        m = betas[0] * m + (1 - betas[0]) * grad
+        v = betas[1] * v + (1 - betas[1]) * grad**2
+        step = m / (1 - betas[0] ** t) / (np.sqrt(v / (1 - betas[1] ** t)) + eps) + decay * param
+        param = param - lr * np.linalg.norm(param) / np.linalg.norm(step) * step
+    return param
+
+
+def torch_adafactor(
+    param: Array,
+    grads: list[Array],
+    lr: float,
+    *,
+    power: float = -0.8,
+    eps: tuple[float, float] = (2.0**-23, 1e-3),
+    d: float = 1.0,
+    decay: float = 0.0,
+) -> Array:
+    rows, columns = np.zeros((len(param), 1)), np.zeros((1, param.shape[1]))
+    for t, grad in enumerate(grads, start=1):
+        share = t**power
+        alpha = max(eps[1], float(np.sqrt(np.mean(param**2)))) * min(lr, 1 / math.sqrt(t))
+        param = param * (1 - lr * decay)
+        rows = (1 - share) * rows + share * np.mean(grad**2, 1, keepdims=True)
+        columns = (1 - share) * columns + share * np.mean(grad**2, 0, keepdims=True)
+        estimate = rows @ columns / max(float(rows.mean()), eps[0])
+        step = grad / np.maximum(np.sqrt(estimate), eps[0])
+        param = param - alpha * step / max(1.0, float(np.sqrt(np.mean(step**2))) / d)
+    return param
+
+
+def torch_muon(
+    param: Array,
+    grads: list[Array],
+    lr: float,
+    *,
+    momentum: float = 0.95,
+    decay: float = 0.1,
+    nesterov: bool = True,
+    factor: float = math.sqrt(5 / 4),
+) -> Array:
+    buffer = np.zeros_like(param)
+    for grad in grads:
+        buffer = momentum * buffer + (1 - momentum) * grad
+        x = (momentum * buffer + (1 - momentum) * grad if nesterov else buffer).T
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            x = 3.4445 * x - 4.775 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        param = param * (1 - lr * decay) - lr * factor * x.T
+    return param
+
+
+def paper_schedule_free(
+    param: Array,
+    grads: list[Array],
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    decay: float = 0.0,
+) -> Array:
+    x, y, z, v, total = param, param, param, np.zeros_like(param), 0.0
+    for t, grad in enumerate(grads, start=1):
+        v = betas[1] * v + (1 - betas[1]) * grad**2
+        z = z - lr * (grad / (np.sqrt(v / (1 - betas[1] ** t)) + eps) + decay * y)
+        total += lr**2
+        x = x + lr**2 / total * (z - x)
+        y = (1 - betas[0]) * z + betas[0] * x
+    return y
+
+
 def f32(values: Any) -> np.ndarray[Any, Any]:
     return np.asarray(values, np.float32)
 
@@ -189,6 +287,34 @@ CASES: list[tuple[str, Any, Oracle]] = [
         "nadam decoupled",
         nadam(RATE, weight_decay=0.1, decoupled_weight_decay=True),
         partial(torch_nadam, decay=0.1, decoupled=True),
+    ),
+    ("nadamw", nadamw(RATE), partial(torch_nadam, decay=0.01, decoupled=True)),
+    ("amsgrad", adam(RATE, betas=(0.9, 0.9), amsgrad=True), partial(torch_adam, betas=(0.9, 0.9), amsgrad=True)),
+    ("lamb", lamb(RATE), paper_lamb),
+    (
+        "lamb all",
+        lamb(RATE, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.0),
+        partial(paper_lamb, betas=(0.8, 0.9), eps=1e-2, decay=0.0),
+    ),
+    ("adafactor", adafactor(RATE), torch_adafactor),
+    (
+        "adafactor all",
+        adafactor(RATE * 20, beta2_decay=-0.5, eps=(0.1, 0.5), d=1.5, weight_decay=0.1),
+        lambda param, grads, lr: torch_adafactor(param, grads, lr * 20, power=-0.5, eps=(0.1, 0.5), d=1.5, decay=0.1),
+    ),
+    ("muon", muon(RATE, ns_dtype="float64"), torch_muon),
+    (
+        "muon moonlight",
+        muon(RATE, momentum=0.5, weight_decay=0.0, nesterov=False, scale="moonlight", ns_dtype="float64"),
+        partial(torch_muon, momentum=0.5, decay=0.0, nesterov=False, factor=0.2 * math.sqrt(5)),
+    ),
+    ("muon in_out", muon(RATE, layout="in_out", ns_dtype="float64"), partial(torch_muon, factor=1.0)),
+    ("muon by adamw", muon(RATE, method="adamw"), partial(torch_adam, decay=0.1, decoupled=True)),
+    ("schedule_free", schedule_free(RATE), paper_schedule_free),
+    (
+        "schedule_free all",
+        schedule_free(RATE, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.1),
+        partial(paper_schedule_free, betas=(0.8, 0.9), eps=1e-2, decay=0.1),
     ),
     ("lion decay", lion(RATE, betas=(0.8, 0.95), weight_decay=0.1), partial(paper_lion, betas=(0.8, 0.95), decay=0.1)),
 ]
@@ -238,8 +364,8 @@ def test_bias_correction_keeps_its_digits_in_float32() -> None:
 
 DEFAULTS: list[tuple[Any, dict[str, Any]]] = [
     (sgd(), {"learning_rate": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
-    (adam(), {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
-    (adamw(), {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}),
+    (adam(), {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}),
+    (adamw(), {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}),
     (
         rmsprop(),
         {"learning_rate": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
@@ -260,6 +386,48 @@ DEFAULTS: list[tuple[Any, dict[str, Any]]] = [
             "decoupled_weight_decay": False,
         },
     ),
+    (
+        nadamw(),
+        {
+            "learning_rate": 2e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 1e-2,
+            "momentum_decay": 4e-3,
+            "decoupled_weight_decay": True,
+        },
+    ),
+    (lamb(), {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2}),
+    (
+        adafactor(),
+        {
+            "learning_rate": 1e-2,
+            "beta2_decay": -0.8,
+            "eps": (float(np.finfo(np.float32).eps), 1e-3),
+            "d": 1.0,
+            "weight_decay": 0.0,
+            "layout": "auto",
+        },
+    ),
+    (
+        muon(),
+        {
+            "learning_rate": 1e-3,
+            "momentum": 0.95,
+            "weight_decay": 0.1,
+            "nesterov": True,
+            "ns_coefficients": (3.4445, -4.775, 2.0315),
+            "ns_steps": 5,
+            "scale": "original",
+            "ns_dtype": "auto",
+            "method": "auto",
+            "layout": "auto",
+            "adamw_learning_rate": None,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+        },
+    ),
+    (schedule_free(), {"learning_rate": 2.5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
 ]
 
 
@@ -285,6 +453,7 @@ def test_every_spec_is_tested() -> None:
         (adagrad(), ("sum",)),
         (lion(), ("exp_avg",)),
         (nadam(), ("exp_avg", "exp_avg_sq", "mu_product")),
+        (adamw(amsgrad=True), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
     ],
 )
 def test_slots(spec: Any, slots: tuple[str, ...]) -> None:
@@ -355,6 +524,14 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
         lambda: sgd(momentum=0.9, nesterov=ONE),
         r"nesterov must be True or False\. Received: nesterov=1\.",
     ),
+    (lambda: muon(scale=YES), r"scale must be one of 'original', 'moonlight'\. Received: scale='yes'\."),
+    (lambda: muon(ns_steps=0), r"ns_steps must be a whole number from 1 to 99\. Received: ns_steps=0\."),
+    (lambda: muon(ns_coefficients=(1.0, ONE, 1.0)), r"ns_coefficients must be three finite floats"),
+    (lambda: muon(adamw_learning_rate=-1.0), r"adamw_learning_rate must be a finite number of at least 0"),
+    (lambda: adafactor(beta2_decay=0.8), r"beta2_decay must be a finite number of at most 0\. Received: .*=0\.8\."),
+    (lambda: adafactor(d=0.5), r"d must be at least 1\. Received: d=0\.5\."),
+    (lambda: schedule_free(betas=(0.0, 0.9)), r"betas\[0\] must be above 0"),
+    (lambda: nadamw(decoupled_weight_decay=False), r"nadamw decouples its weight decay\. .* Use nadam\."),
     (
         lambda: rmsprop(centered=YES),
         r"centered must be True or False\. Received: centered='yes'\.",

@@ -348,5 +348,5 @@ def test_recipe_is_frozen() -> None:
 
 def test_every_spec_has_a_type_in_files() -> None:
     for spec in SPECS:
-        name = spec.__name__.lower()
+        name = spec.tag
         assert Recipe.from_toml(f"policy = 'float32'\n[optimizer]\ntype = '{name}'").optimizer == spec()

@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from polyamp.recipe.optimizers import SGD, Adam, AdamW
+from polyamp.recipe.optimizer_formulas.adam import Adam, AdamW
+from polyamp.recipe.optimizer_formulas.sgd import SGD
 
 ParameterUpdate = Callable[[int, Any, Any, Mapping[str, Any]], None]
 """`update(index, variable, gradient, slots)`: writes the variable and its slots, all float32 `tf.Variable`s."""
@@ -34,7 +35,7 @@ def kernel_update(spec: Any, rate: Any, counts: Any) -> ParameterUpdate | None:
     """
     if isinstance(spec, SGD):
         return _sgd_update(spec, rate)
-    if isinstance(spec, Adam | AdamW) and min(spec.betas) >= _SMALLEST_BETA:
+    if isinstance(spec, Adam | AdamW) and not spec.amsgrad and min(spec.betas) >= _SMALLEST_BETA:
         return _adam_update(spec, rate, counts)
     return None
 

@@ -73,7 +73,13 @@ def parameter_leaves(module: nn.Module, parameters: Mapping[str, torch.Tensor]) 
             owner = class_names(module.get_submodule(kind.replace("/", ".")) if reparametrized else part)
             classes[id(p)] = (*classes.get(id(p), ()), *owner)
     return [
-        ParameterLeaf(path, p.dim(), classes[id(p)], tuple(dict.fromkeys((path, *called[id(p)]))))
+        ParameterLeaf(
+            path,
+            p.dim(),
+            classes[id(p)],
+            tuple(dict.fromkeys((path, *called[id(p)]))),
+            outputs_first="Conv1D" not in classes[id(p)],  # transformers' GPT-2: x @ weight
+        )
         for path, p in parameters.items()
     ]
 

@@ -60,6 +60,11 @@ def check_complex_training(path: str, optimizer: Any, engine: str | None) -> Non
             "use torch.view_as_complex(parameter) in forward()."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
+        if is_spec(optimizer) and not optimizer.is_elementwise:
+            raise UnsupportedError(
+                f"{optimizer.tag} does not train complex parameters: its formula is one of real matrices and norms. "
+                f"Received: parameter {path!r}. Use an elementwise optimizer, such as polyamp.adamw."
+            )
         return
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused or isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS):
@@ -116,4 +121,6 @@ def local_tensor_views(
         if sharded:
             optimizer_shards.check_native_optimizer(optimizer)
         return None
-    return optimizer_shards.OptimizerShards() if sharded else RealViews() if complex_numbers else None
+    if sharded:
+        return optimizer_shards.OptimizerShards() if spec.is_elementwise else optimizer_shards.WholeTensors()
+    return RealViews() if complex_numbers else None

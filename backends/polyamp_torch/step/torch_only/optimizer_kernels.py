@@ -83,7 +83,8 @@ class FusedKernels:
         """Return whether the state arrays that the kernel needs with these options exist."""
         if self._is_sgd:
             return bool(group["momentum"]) == bool(lists.get("momentum_buffer"))
-        return {"exp_avg", "exp_avg_sq", "step"} <= lists.keys() and isinstance(group["betas"][0], float | int)
+        needed = {"exp_avg", "exp_avg_sq", "step", *(("max_exp_avg_sq",) if group["amsgrad"] else ())}
+        return needed <= lists.keys() and isinstance(group["betas"][0], float | int)
 
     def _kernel(self, group: dict[str, Any], lists: KernelLists) -> tuple[Any, tuple[list[Any], ...], dict[str, Any]]:
         """Return a group's kernel, its lists of state arrays, and its own options."""
@@ -92,8 +93,9 @@ class FusedKernels:
             return fused_sgd_, (lists.get("momentum_buffer", []),), {"is_first_step": False, **rest}
         beta1, beta2 = group["betas"]
         kernel = fused_adamw_ if isinstance(self._optimizer, torch.optim.AdamW) else fused_adam_
-        slots: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], [], lists["step"])
-        return kernel, slots, {"amsgrad": False, "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+        largest = lists["max_exp_avg_sq"] if group["amsgrad"] else []
+        slots: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], largest, lists["step"])
+        return kernel, slots, {"amsgrad": group["amsgrad"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
 
     def _count(self, found_inf: float | torch.Tensor) -> None:
         """Add a number to every step count; if `found_inf` is a tensor, subtract it to undo a skipped update."""

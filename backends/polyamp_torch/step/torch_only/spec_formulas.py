@@ -16,7 +16,7 @@ from polyamp.array_namespace import PYTHON, array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizer_spec import NativeOptimizer, Spec
 from polyamp.recipe.optimizers import SPECS
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP
 from polyamp_torch.compat import (
     foreach_add,
     foreach_add_,
@@ -74,9 +74,9 @@ def initialize_parameter(
         state["step"] = torch.zeros((), dtype=torch.float32, device=device) if count is None else count
     for slot in spec.slots:
         value: complex = spec.initial(slot)
-        if slot in spec.slot_shapes:
+        shape = spec.slot_shape(slot, tuple(p.shape))
+        if slot in spec.slot_shapes and shape != tuple(p.shape):
             real = torch.promote_types(p.dtype.to_real(), torch.float32)
-            shape = spec.slot_shape(slot, tuple(p.shape))
             state[slot_name(slot)] = torch.full(shape, value, dtype=real, device=p.device)
         else:
             value = complex(value, value) if p.is_complex() else value  # real and imaginary part
@@ -198,8 +198,17 @@ def run_formula(
     count: Any,
     finite: torch.Tensor | None,
 ) -> None:
-    """Run a spec's formula over one group, in at least float32; select results by `finite` unless it is None."""
-    for parameters in _parameter_chunks([p for p in group["params"] if p.grad is not None]):
+    """Run a spec's formula over one group, in at least float32; select results by `finite` unless it is None.
+
+    A formula that is not elementwise runs on each parameter, of which a shard is gathered where the formula asks for
+    the whole.
+    """
+    with_gradient = [p for p in group["params"] if p.grad is not None]
+    if not spec.is_elementwise:
+        for p in with_gradient:
+            _run_whole(optimizer.state[p], p, spec, rate, count, finite)
+        return
+    for parameters in _parameter_chunks(with_gradient):
         device = parameters[0].device
         states = [optimizer.state[p] for p in parameters]
         old = {slot: [state[slot_name(slot)] for state in states] for slot in spec.slots}
@@ -222,6 +231,27 @@ def run_formula(
                     foreach_add_(steps, 1.0)
                 else:
                     foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
+
+
+@torch.no_grad()
+def _run_whole(state: dict[str, Any], p: Any, spec: Spec, rate: Any, count: Any, finite: torch.Tensor | None) -> None:
+    """Run a formula on one parameter as a whole."""
+    own, device = None if finite is None else finite.to(p.device), p.device
+    old = {slot: state[slot_name(slot)] for slot in spec.slots}
+    rate = _move_to_device(rate, device)
+    number = _update_number(spec, rate, [state], _move_to_device(count, device))
+    if isinstance(number, TensorList):
+        (number,) = number.tensors
+    wide = _wide(p)
+    new, slots = spec.update(XP, wide, _wide(p.grad), {slot: _wide(x) for slot, x in old.items()}, rate, number)
+    for before, after in [(p, new), *((old[slot], slots[slot]) for slot in old)]:
+        before.copy_(after if own is None else torch.where(own, after, before))
+    if "step" in state:
+        state["step"].add_(1.0 if own is None else own.to(state["step"].device).float())
+
+
+def _wide(tensor: Any) -> Any:
+    return tensor.float() if tensor.dtype in HALF_TENSOR_DTYPES else tensor
 
 
 def _update_number(spec: Spec, rate: Any, states: list[dict[str, Any]], shared: Any) -> Any:
