@@ -101,7 +101,7 @@ class Adafactor(Spec):
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {
             "share": xp.power(count, self.beta2_decay),
-            "relative": xp.minimum(1.0 / xp.sqrt(count), xp.asarray(rate, count)),
+            "relative": xp.minimum(1.0 / xp.sqrt(count), xp.asarray(1.0, count) * rate),
         }
 
     def step(

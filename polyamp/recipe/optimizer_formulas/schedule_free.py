@@ -78,7 +78,7 @@ class ScheduleFreeAdamW(Spec):
         largest = xp.maximum(slots["max_rate"], slots["max_rate"] * 0.0 + numbers["rate"])
         weight = largest * largest
         total = slots["weight_sum"] + weight
-        kept = 1.0 - weight / xp.maximum(total, _LEAST_SUM)  # share of the old average
+        kept = 1.0 - weight / xp.maximum(total, xp.asarray(_LEAST_SUM, total))  # share of the old average
         step = numbers["rate"] * (grad / (xp.sqrt(square) / numbers["root"] + self.eps) + self.weight_decay * param)
         distance = kept * (slots["distance"] - beta1 * step)
         change = step + (distance - slots["distance"])

@@ -30,6 +30,11 @@ SPECS = {
     "adagrad_decay": polyamp.adagrad(1e-1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, eps=1e-3),
     "lion": polyamp.lion(1e-3, weight_decay=0.1),
     "nadam": polyamp.nadam(1e-2, weight_decay=0.1),
+    "amsgrad": polyamp.adam(1e-2, amsgrad=True, betas=(0.5, 0.5)),
+    "lamb": polyamp.lamb(1e-2),
+    "adafactor": polyamp.adafactor(1e-2, weight_decay=0.1),
+    "muon": polyamp.muon(1e-2, ns_coefficients=(2.0, -1.5, 0.5)),
+    "schedule_free": polyamp.schedule_free(1e-2, weight_decay=0.1),
     "scheduled": polyamp.adamw(polyamp.schedules.warmup_cosine(1e-2, 5, 20)),
     "stepped": polyamp.adagrad(polyamp.schedules.step(0.1, every=3, factor=0.5)),
 }
@@ -65,6 +70,39 @@ def test_twenty_updates_agree_with_the_formula(name: str) -> None:
         mine, state = step(mine, state, grad, True)
     for key, value in oracle(SPECS[name], params, grads).items():
         assert np.linalg.norm(np.asarray(mine[key], np.float64) - value) <= 1e-6 * np.linalg.norm(value)
+
+
+NATIVE = {
+    "lamb": (polyamp.lamb(1e-2, weight_decay=0.1), optax.lamb(1e-2, weight_decay=0.1)),
+    "schedule_free": (
+        polyamp.schedule_free(1e-2, weight_decay=0.1),
+        optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
+    ),
+    "muon": (
+        polyamp.muon(1e-2, weight_decay=0.0, nesterov=False, layout="in_out"),
+        optax.contrib.muon(1e-2, nesterov=False, adam_learning_rate=1e-2),
+    ),
+    "moonlight": (
+        polyamp.muon(1e-2, nesterov=False, scale="moonlight"),
+        optax.contrib.muon(1e-2, nesterov=False, weight_decay=0.1, adam_weight_decay=0.1, consistent_rms=0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_twenty_updates_agree_with_optax_where_the_formulas_are_the_same(name: str) -> None:
+    spec, native = NATIVE[name]
+    rng = np.random.default_rng(1)
+    params: Any = {"w": jnp.asarray(rng.normal(size=(5, 4)), jnp.float32), "b": jnp.ones(3)}
+    mine, theirs = params, params
+    state, other = make_transformation(spec).init(mine), native.init(theirs)
+    for _ in range(20):
+        grads = {key: jnp.asarray(rng.normal(size=value.shape), jnp.float32) for key, value in params.items()}
+        mine, state = update_parameters(spec, grads, state, mine)
+        updates, other = native.update(grads, other, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    for key in params:
+        np.testing.assert_allclose(mine[key], theirs[key], rtol=3e-4, atol=3e-5)
 
 
 def test_the_same_spec_is_the_same_transformation() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 import polyamp
 from polyamp import schedules
@@ -37,6 +38,10 @@ SPECS = {
     "rmsprop": polyamp.rmsprop(1e-3),
     "adagrad": polyamp.adagrad(1e-2),
     "nadam": polyamp.nadam(1e-2),
+    "lamb": polyamp.lamb(1e-2),
+    "adafactor": polyamp.adafactor(1e-2, weight_decay=0.1),
+    "muon": polyamp.muon(1e-2, ns_coefficients=(2.0, -1.5, 0.5)),
+    "schedule_free": polyamp.schedule_free(1e-2),
 }
 
 
@@ -85,6 +90,27 @@ def recipes(rank: int, world: int) -> dict[str, tuple[float, ...]]:
         after = distance([whole(p) for p in state.parameters.values()], list(alone.parameters.values()))
         found[name] = (apart, norms, averages, distance(inside, list(others.values())), after)
     return found
+
+
+def whole_tensor_collectives(rank: int, world: int) -> dict[str, int]:
+    """Number of collectives in a warm step of sharded parameters."""
+    found = {}
+    for name in ("adamw", "muon", "adafactor", "lamb"):
+        recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2) if name == "adamw" else SPECS[name])
+        state, step = polyamp.init(ENGINES["fsdp2"](mlp(), world), recipe), polyamp.train_step(mean_loss, recipe)
+        for batch in batches(2):
+            with CommDebugMode() as sent:
+                state, _ = step(state, part(batch, rank, world))
+            found[name] = sent.get_total_counts()
+    return found
+
+
+def test_a_sharded_muon_gathers_each_matrix_once() -> None:
+    """Three matrices and three biases: Muon gathers the matrices; Adafactor too, and sums two norms of each of the
+    six; LAMB sums two norms of each."""
+    for found in ranks.run(whole_tensor_collectives, 2, 2):
+        more = {name: count - found["adamw"] for name, count in found.items()}
+        assert more == {"adamw": 0, "muon": 3, "adafactor": 3 + 6 + 3, "lamb": 12}
 
 
 def test_s09_ranks_with_parts_of_a_batch_equal_one_process_with_the_whole() -> None:

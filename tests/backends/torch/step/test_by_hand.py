@@ -30,6 +30,11 @@ PAIRS: dict[str, tuple[Any, Native]] = {
     "adamw": (polyamp.adamw(0.01), lambda p: torch.optim.AdamW(p, 0.01)),
     "rmsprop": (polyamp.rmsprop(0.01, momentum=0.5), lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5)),
     "adagrad": (polyamp.adagrad(0.01, lr_decay=0.1), lambda p: torch.optim.Adagrad(p, 0.01, lr_decay=0.1)),
+    "amsgrad": (polyamp.adamw(0.01, amsgrad=True), lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True)),
+    "nadamw": (
+        polyamp.nadamw(0.01),
+        lambda p: torch.optim.NAdam(p, 0.01, weight_decay=0.01, decoupled_weight_decay=True),
+    ),
     "nadam": (polyamp.nadam(0.01, weight_decay=0.01), lambda p: torch.optim.NAdam(p, 0.01, weight_decay=0.01)),
 }
 

@@ -133,6 +133,11 @@ SPECS = {
     "adagrad": polyamp.adagrad(RATE, lr_decay=0.1),
     "lion": polyamp.lion(0.001),
     "nadam": polyamp.nadam(0.01),
+    "amsgrad": polyamp.adamw(0.01, amsgrad=True),
+    "lamb": polyamp.lamb(0.01),
+    "adafactor": polyamp.adafactor(polyamp.schedules.linear_warmup(0.01, 3, 0.001), weight_decay=0.1),
+    "muon": polyamp.muon(0.01),
+    "schedule_free": polyamp.schedule_free(0.01, weight_decay=0.1),
 }
 
 
