@@ -98,6 +98,8 @@ class Spec(Record):
     """Whether `step` uses `weight_decay` itself, so that `update` does not."""
     depends_on_parameter: ClassVar[bool] = False
     """Whether `parameter_settings` chooses hyperparameters for each parameter."""
+    row_and_column_slots: ClassVar[tuple[str, ...]] = ()
+    """Two slots with the means of a kernel's rows and of its columns, which change places where it is transposed."""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     """Hyperparameter that is a word -> the accepted words."""
 

@@ -70,7 +70,7 @@ def test_a_stopped_run_goes_on_elsewhere(runs: dict[str, Any], source: str, targ
     wide = runs[f"float32-{recipe}"]["loss"]
     own = [distance(calm(runs[f"{name}-{recipe}"]), wide) for name in (source, target)]
     assert all(0.0 < each < 0.01 for each in own), own
-    assert distance(calm(whole, stop), calm(rest, stop)) <= 2.0 * max(own)
+    assert distance(calm(whole, stop), calm(rest, stop)) <= 2.0 * max(*own, 3e-4)
     assert len(rest["averages"]) == len(whole["averages"]) == (0 if models.RECIPES[recipe].ema is None else 13)
     np.testing.assert_allclose(rest["averages"], whole["averages"], rtol=0.02, atol=0.01)
 

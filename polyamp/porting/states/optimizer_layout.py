@@ -68,16 +68,23 @@ class OptimizerLayout:
 
     def spec_at(self, leaf: str) -> Spec | None:
         """Return the spec with the hyperparameters of a leaf; None for a kind that polyamp does not have."""
-        kind = self.type
-        found = [spec for spec in SPECS if spec.tag == kind]
-        return found[0].unchecked(self.distinct[self.numbers.get(leaf, 0)]) if found else None
+        return self._specs[self.numbers.get(leaf, 0)] if self._specs else None
+
+    @functools.cached_property
+    def _specs(self) -> list[Spec]:
+        """The spec of each set of hyperparameters; empty for a kind that polyamp does not have."""
+        kind = next((spec for spec in SPECS if spec.tag == self.type), None)
+        return [] if kind is None else [kind.unchecked(settings) for settings in self.distinct]
 
     @functools.cached_property
     def number_slots(self) -> frozenset[str]:
-        """Slots that are one number for each parameter."""
-        spec = self.spec_at("")
-        shapes = () if spec is None else spec.slot_shapes
-        return frozenset(slot for slot in shapes if spec is not None and spec.slot_shape(slot, (2, 3)) == ())
+        """Slots that are one number for each parameter, of any number of axes."""
+        found = (
+            {slot for slot in spec.slot_shapes if spec.slot_shape(slot, shape) == ()}
+            for spec in self._specs
+            for shape in ((3,), (2, 3))
+        )
+        return frozenset.intersection(*map(frozenset, found)) if self._specs else frozenset()
 
     def plain(self) -> dict[str, Any]:
         """Return the layout as JSON data."""

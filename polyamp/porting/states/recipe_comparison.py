@@ -101,6 +101,8 @@ def _normalize_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_same_setting(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> bool:
     one, other = ours[name], theirs[name]
+    if name == "layout":  # that of the framework
+        return True
     if name == "type" and ("" in (one, other) or {one, other} == {"adam", "adamw"}):
         decays = ours.get("weight_decay"), theirs.get("weight_decay")
         return "" in (one, other) or 0.0 in decays or None in decays  # without decay they are equal

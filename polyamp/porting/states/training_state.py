@@ -29,7 +29,8 @@ class TrainingState:
     Attributes:
         parameters: "path/array" -> values, of masters and running statistics.
         slots: slot in the names of polyamp's specs ("exp_avg", "momentum") -> "path/array" -> values, in the layout
-            of gradients: if a framework adds two biases, each has the moments of the sum.
+            of gradients: if a framework adds two biases, each has the moments of the sum. A slot with fewer elements
+            than its parameter, such as a row's mean, is repeated to the parameter's shape.
         counts: "path/array" -> number of updates it received (S23); empty if the optimizer does not count.
         optimizer: kind of optimizer, as in a recipe file.
         loss_scale: the known fields of `LossScaleState`, as numbers.
@@ -97,9 +98,48 @@ def canonical_slot(side: TrainingSide, slot: str, mapping: ArrayMapping) -> dict
     """Return an optimizer's slot of one layer by canonical array, in the side's own order."""
     if slot in side.optimizer.number_slots:
         return _canonical_numbers(side, slot, mapping)
+    found = {own: _slot_arrays(side, own, mapping) for own in _slot_and_partner(side, slot)}
+    if len(found) == 1:
+        return found[slot]
+    one, other = found.values()
+    return {
+        name: (
+            choose_rows_and_columns(one[name], other[name], -1)[slot != next(iter(found))] if name in other else array
+        )
+        for name, array in found[slot].items()
+    }
+
+
+def _slot_arrays(side: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
     kept = {name: _read_slot(side, slot, leaf) for name, leaf in mapping.layer.leaves.items()}
     there = {name: array for name, array in kept.items() if array is not None}
     return _available_native_rules(mapping.form, there).arrays(there, gradients=True)
+
+
+def _slot_and_partner(side: TrainingSide, slot: str) -> tuple[str, ...]:
+    """Return a slot, or the two of rows and columns if it is one of them."""
+    spec = side.optimizer.spec_at("")
+    pair = () if spec is None else spec.row_and_column_slots
+    return pair if slot in pair else (slot,)
+
+
+def choose_rows_and_columns(rows: Lazy, columns: Lazy, axis: int) -> tuple[Lazy, Lazy]:
+    """Return means of rows and of columns in this order: the former do not change along an axis. A transposed kernel
+    exchanges them.
+
+    Args:
+        rows, columns: the means, repeated to the parameter's shape.
+        axis: the axis of the columns.
+
+    >>> import numpy as np
+    >>> one, other = (Lazy.of(np.broadcast_to(mean, (2, 2))) for mean in ([[1.0], [2.0]], [[3.0, 4.0]]))
+    >>> choose_rows_and_columns(other, one, 1)[0] is one
+    True
+    """
+    if rows.ndim < 2:
+        return rows, columns
+    changes = [bool(np.ptp(array.read(), axis=axis).any()) for array in (rows, columns)]
+    return (columns, rows) if changes == [True, False] else (rows, columns)
 
 
 def _canonical_averages(side: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
@@ -128,7 +168,7 @@ def native_state_arrays(
             if slot in side.optimizer.number_slots:
                 fresh += _write_slot_numbers(new, side, slot, mapping, values, given.counts)
                 continue
-            made = _available_canonical_rules(mapping.form, values).leaves(values, like, moments=True)
+            made = _native_slot(given, side, slot, mapping)
             for name, leaf in mapping.layer.leaves.items():
                 if leaf.tied is None and leaf.name in names:
                     array = made.get(name) or _initial_slot(side, slot, leaf)
@@ -136,6 +176,7 @@ def native_state_arrays(
                     _write_values(
                         new, side, leaf, names[leaf.name], array, 1.0 / side.optimizer.factors.get(slot, 1.0), 4
                     )
+                    new[names[leaf.name]] = _reduce_slot(side, slot, leaf, new[names[leaf.name]])
         for rule in mapping.form.rules:
             known = [given.counts.get(f"{mapping.path}/{name}") for name in rule.canonical]
             number = max((count for count in known if count is not None), default=given.step)
@@ -147,6 +188,27 @@ def native_state_arrays(
         named = ", ".join(dict.fromkeys(fresh))
         said.append(f"trained in the target alone, so that the optimizer's state of it begins anew: {named}")
     return new, said
+
+
+def _native_slot(given: TrainingState, side: TrainingSide, slot: str, mapping: ArrayMapping) -> dict[str, Lazy]:
+    """Return a slot of one layer by leaf, in the parameters' shapes."""
+    found = {}
+    for own in _slot_and_partner(side, slot):
+        values = transfer_arrays(mapping, given.slots.get(own, {}))
+        form = _available_canonical_rules(mapping.form, values)
+        found[own] = form.leaves(values, mapping.layer.arrays, moments=True)
+    if len(found) == 1:
+        return found[slot]
+    one, other = found.values()
+    chosen = {}
+    for name, array in found[slot].items():
+        spec = side.optimizer.spec_at(mapping.layer.leaves[name].name)
+        assert spec is not None
+        first = next(iter(found))
+        axes = [n for n, size in enumerate(spec.slot_shape(first, array.shape)) if size != array.shape[n]]
+        pair = choose_rows_and_columns(one[name], other[name], axes[0]) if axes else (one[name], other[name])
+        chosen[name] = pair[slot != first]
+    return chosen
 
 
 def _named_arrays(mapping: ArrayMapping, arrays: dict[str, Lazy]) -> dict[str, Lazy]:
@@ -180,6 +242,9 @@ def _read_slot(side: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | Non
     if array is None:  # the optimizer has not created it yet
         return _initial_slot(side, slot, leaf)
     factor = side.optimizer.factors.get(slot, 1.0)
+    if slot not in side.optimizer.number_slots and array.shape != leaf.array.shape:
+        shape = leaf.array.shape
+        return Lazy(shape, array.dtype, lambda: np.broadcast_to(array, shape))
     if factor == 1.0:
         return Lazy.of(array)
     return Lazy(array.shape, array.dtype, lambda: array * array.dtype.type(factor))
@@ -235,9 +300,20 @@ def _initial_slot(side: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy:
     """Return the initial value of a slot."""
     spec = side.optimizer.spec_at(leaf.tied or leaf.name)
     start = 0.0 if spec is None else spec.initial(slot)
-    shape = leaf.array.shape if spec is None else spec.slot_shape(slot, leaf.array.shape)
+    shape = () if slot in side.optimizer.number_slots else leaf.array.shape
     dtype = np.dtype(np.float32)
     return Lazy(shape, dtype, lambda: np.full(shape, start, dtype))
+
+
+def _reduce_slot(side: TrainingSide, slot: str, leaf: InventoryLeaf, values: Array) -> Array:
+    """Return a slot of the parameter's shape in its own, as the means over what it does not have."""
+    spec = side.optimizer.spec_at(leaf.tied or leaf.name)
+    shape = values.shape if spec is None else spec.slot_shape(slot, values.shape)
+    if shape == values.shape:
+        return values
+    kept = shape or (1,) * values.ndim
+    axes = tuple(axis for axis, size in enumerate(kept) if size != values.shape[axis])
+    return np.asarray(values.mean(axes, keepdims=True, dtype=np.float64), values.dtype).reshape(shape)
 
 
 def _update_count(side: TrainingSide, leaf: str) -> int | None:

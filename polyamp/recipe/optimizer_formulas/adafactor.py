@@ -53,6 +53,7 @@ class Adafactor(Spec):
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = dict.fromkeys(
         ("row_var", "col_var", "variance"), scalar_shape
     )
+    row_and_column_slots: ClassVar[tuple[str, ...]] = ("row_var", "col_var")
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"layout": KERNEL_LAYOUTS}
     native: ClassVar[NativeOptimizers] = {}
 

@@ -69,6 +69,10 @@ OPTIMIZERS = {
     "adagrad": polyamp.adagrad(0.1, initial_accumulator_value=0.5),
     "lion": polyamp.lion(1e-3),
     "nadam": polyamp.nadam(0.01),
+    "amsgrad": polyamp.adam(0.01, amsgrad=True),
+    "adafactor": polyamp.adafactor(0.01),
+    "muon": polyamp.muon(0.01),
+    "schedule_free": polyamp.schedule_free(0.01),
 }
 
 

@@ -39,6 +39,12 @@ RECIPES: Final = {
         optimizer=polyamp.sgd(0.02, momentum=0.9),
         clip_norm=1.0,
     ),
+    "adafactor": polyamp.Recipe(policy="mixed_float16", scaler=SCALER, optimizer=polyamp.adafactor(5e-3)),
+    "muon": polyamp.Recipe(
+        policy="mixed_float16",
+        scaler=SCALER,
+        optimizer=polyamp.muon(5e-3, adamw_learning_rate=2e-3, ns_coefficients=(2.0, -1.5, 0.5)),
+    ),
 }
 
 
