@@ -114,6 +114,46 @@ def test_s34_the_averaged_model_and_back(backend: Backend, harness: Harness) -> 
         np.testing.assert_array_equal(one, other)
 
 
+def test_s34_a_schedule_free_model_is_evaluated_at_the_mean_of_its_steps(backend: Backend, harness: Harness) -> None:
+    """x by the paper's three sequences in float64, over a skipped step; the training goes on at y."""
+    beta, rates = 0.75, [0.0, 0.05, 0.1, 0.1]
+    made = recipe(
+        optimizer=polyamp.schedule_free(polyamp.schedules.linear_warmup(0.1, 2), betas=(beta, 0.9)), scaler=OVERFLOW
+    )
+    state, half = polyamp.init(harness.mlp(layers()), made), polyamp.value_and_grad(loss_fn)
+
+    def host(found: Any) -> dict[str, Any]:
+        return {name: backend.to_numpy(value).astype(np.float64) for name, value in found.items()}
+
+    y = host(polyamp.parameters(state.model))
+    x, z, square, total = y, y, {name: np.zeros_like(value) for name, value in y.items()}, 0.0
+    for number, rate in enumerate(rates, 1):
+        grads = host(dict(backend.named_gradients(half(state, batch(number))[1])))
+        total += rate**2
+        share = rate**2 / total if total else 0.0
+        for name, grad in grads.items():
+            square[name] = 0.9 * square[name] + 0.1 * grad**2
+            z = {**z, name: z[name] - rate * grad / (np.sqrt(square[name] / (1 - 0.9**number)) + 1e-8)}
+            x = {**x, name: x[name] + share * (z[name] - x[name])}
+        state, _ = advance(state, [batch(number)])
+        if number == 2:
+            state, (result,) = advance(state, [batch(0, gain=np.inf)])
+            assert bool(backend.to_numpy(result.skipped))
+    trained = host(polyamp.parameters(state.model))
+    with polyamp.averaged(state) as model:
+        inside = host(polyamp.parameters(model))
+    apart = host(polyamp.parameters(polyamp.averaged_model(state)))
+    after = host(polyamp.parameters(state.model))
+    for name, value in x.items():
+        np.testing.assert_allclose(inside[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(trained[name], (1 - beta) * z[name] + beta * value, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(apart[name], inside[name])
+        np.testing.assert_array_equal(after[name], trained[name])
+    assert max(float(np.abs(inside[name] - trained[name]).max()) for name in x) > 1e-3
+    with pytest.raises(RecipeError, match=r"schedule_free has an average of the parameters itself.*Leave it out"):
+        made.replace(ema=polyamp.Ema(0.9))
+
+
 def test_s34_averages_are_saved_and_go_on(backend: Backend, harness: Harness, tmp_path: Path) -> None:
     made = recipe(ema=polyamp.Ema(0.9, warmup=True))
     state, _ = advance(polyamp.init(harness.mlp(layers()), made), [batch(0), batch(1)])

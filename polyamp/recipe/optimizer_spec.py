@@ -98,6 +98,8 @@ class Spec(Record):
     """Whether `step` uses `weight_decay` itself, so that `update` does not."""
     depends_on_parameter: ClassVar[bool] = False
     """Whether `parameter_settings` chooses hyperparameters for each parameter."""
+    has_average: ClassVar[bool] = False
+    """Whether the optimizer has an average of the parameters, `average`, at which a model is evaluated (S34)."""
     row_and_column_slots: ClassVar[tuple[str, ...]] = ()
     """Two slots with the means of a kernel's rows and of its columns, which change places where it is transposed."""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
@@ -232,6 +234,10 @@ class Spec(Record):
         numbers = count if isinstance(count, dict) else self.corrections(xp, rate, count)
         change, new = self.step(xp, before, grad, slots, {"rate": rate, **numbers}, keep)
         return param - change, new
+
+    def average(self, param: Any, slots: Slots) -> Any:
+        """Return the parameter's average, of its shape and dtype, if the optimizer `has_average`."""
+        raise NotImplementedError  # a spec with averages defines it
 
     def step(
         self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector

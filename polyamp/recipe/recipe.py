@@ -144,6 +144,11 @@ class Recipe(Record, kw_only=True):
                 "ema must be a polyamp.Ema, such as polyamp.Ema(decay=0.999), or None. Received: "
                 f"{_format_argument('ema', self.ema)}.{_ema_hint(self.ema)}"
             )
+        if self.ema is not None and is_spec(self.optimizer) and self.optimizer.has_average:
+            raise RecipeError(
+                f"{self.optimizer.tag} has an average of the parameters itself, which polyamp.averaged(state) gives. "
+                f"Received: ema={self.ema!r} too. Leave it out."
+            )
         self._set_field("_loss_scaler", self.scaler or LossScaler.for_policy(self.policy))
         if self.policy.param == "float16" and self.loss_scaler.scales:
             raise RecipeError(

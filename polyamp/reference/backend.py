@@ -280,7 +280,7 @@ class ReferenceBackend:
 
     def averaged_model(self, state: Any) -> MLP:
         model: MLP = state.model
-        averages = state.averages
+        averages = state.averages or {"model": _optimizer_averages(state), "running": {}}
         return model.with_arrays(
             {n: averages["model"].get(n, v).astype(v.dtype) for n, v in model.parameters.items()},
             {n: averages["running"].get(n, v).astype(v.dtype) for n, v in model.running.items()},
@@ -367,6 +367,12 @@ def _commit_update(
     model = state.model.with_arrays(parameters, grads.running)
     averages = _move_averages(state, model, wide(decision.step))
     return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, averages=averages, **counted)
+
+
+def _optimizer_averages(state: ReferenceState) -> dict[str, Array]:
+    """Return the averages of an optimizer that has its own (S34)."""
+    parameters = state.model.parameters.items()
+    return {name: state.groups.of(name).spec.average(value, state.slots[name]) for name, value in parameters}
 
 
 def _move_averages(state: ReferenceState, model: MLP, count: Any) -> dict[str, dict[str, Array]]:

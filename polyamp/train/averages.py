@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from polyamp.contract.backend import KeepsAverages, State
 from polyamp.errors import RecipeError
+from polyamp.recipe.optimizers import is_spec
 from polyamp.train.argument_checks import is_state, not_a_state_error
 
 M = TypeVar("M")
@@ -20,10 +21,11 @@ def averaged(state: State[M]) -> AbstractContextManager[M]:
     `averaged_model`.
 
     Args:
-        state: a state whose recipe has `ema`. Before the first applied update the averages are the parameters.
+        state: a state whose recipe has `ema`, or an optimizer with an average of its own (`schedule_free`). Before the
+            first applied update the averages are the parameters.
 
     Raises:
-        RecipeError: the state's recipe has no `ema`.
+        RecipeError: the state's recipe has neither.
 
     Example:
         >>> import polyamp
@@ -45,7 +47,7 @@ def averaged_model(state: State[M]) -> M:
         state: as in `averaged`.
 
     Raises:
-        RecipeError: the state's recipe has no `ema`.
+        RecipeError: the state's recipe has no averages.
         UnsupportedError: the model cannot be copied: it is sharded over processes, or a Keras model that cannot be
             serialized. Use `averaged`.
 
@@ -63,7 +65,7 @@ def averaged_model(state: State[M]) -> M:
 def _average_keeper(state: Any, call: str) -> KeepsAverages:
     if not is_state(state):
         raise not_a_state_error(state, None, call)
-    if state.recipe.ema is None:
+    if state.recipe.ema is None and not (is_spec(state.recipe.optimizer) and state.recipe.optimizer.has_average):
         raise RecipeError(
             f"{call}: the state's recipe has no averages. Give it some: Recipe(..., ema=polyamp.Ema(decay=0.999))."
         )

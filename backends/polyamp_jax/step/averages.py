@@ -62,9 +62,19 @@ def moved_averages(state: Any, params: Any, statistics: Any, step: Any, applied:
 
 def averaged_model(state: Any) -> Any:
     """Return the model with copies of the averages, and of everything else."""
-    params = _replace_leaves(state.params, state.averages["model"])
-    statistics = _replace_leaves(state.running.statistics, state.averages["running"])
+    averages = state.averages or {"model": _optimizer_averages(state), "running": {}}
+    params = _replace_leaves(state.params, averages["model"])
+    statistics = _replace_leaves(state.running.statistics, averages["running"])
     return state.setup.adapter.join(copy_arrays(params), copy_arrays(state.running._replace(statistics=statistics)))
+
+
+def _optimizer_averages(state: Any) -> dict[str, jax.Array]:
+    """Return the averages of an optimizer that has its own, by path."""
+    slots = {slot: jax.tree.leaves(tree) for slot, tree in state.opt_state.slots.items()}
+    return {
+        path: state.groups.of(path).spec.average(leaf, {slot: leaves[number] for slot, leaves in slots.items()})
+        for number, (path, leaf) in enumerate(named_leaves(state.params).items())
+    }
 
 
 def kept_averages(state: Any, made: Averages, survivors: Mapping[str, str]) -> Averages:

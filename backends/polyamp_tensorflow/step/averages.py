@@ -87,7 +87,7 @@ def averaged(state: Any) -> Iterator[Any]:
         averages, places = _pairs(state)
         kept = [tf.identity(place.read_value()) for place in places]
         for average, place in zip(averages, places, strict=True):
-            place.assign(tf.cast(average.read_value(), place.dtype))
+            place.assign(tf.cast(_value(average), place.dtype))
         state.has_averages_in_place = True
     try:
         yield state.model
@@ -123,8 +123,19 @@ def averaged_model(state: Any) -> Any:
         for role, copies in zip(own, twin, strict=True):
             for variable, place in zip(role.values(), map(native_variable, copies.values()), strict=True):
                 native = native_variable(variable)
-                place.assign(tf.cast(values.get(id(native), native).read_value(), place.dtype))
+                place.assign(tf.cast(_value(values.get(id(native), native)), place.dtype))
         return copied
+
+
+def _value(average: Any) -> Any:
+    return average.read_value() if isinstance(average, tf.Variable) else average
+
+
+def _optimizer_average(state: Any, index: int, place: Any) -> Any:
+    """Return the average that the optimizer has of the parameter at an index."""
+    spec, slots = state.optimizer.spec_and_slots(index)
+    slots = {name: native_variable(slot).read_value() for name, slot in slots.items()}
+    return spec.average(tf.cast(place.read_value(), next(iter(slots.values())).dtype), slots)
 
 
 def _copy_model(model: Any) -> Any:
@@ -141,7 +152,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _pairs(state: Any) -> tuple[list[Any], list[Any]]:
-    """Return the averages, and the variables that they are of."""
+    """Return the averages, and the variables that they are of; tensors of an optimizer that has averages itself."""
+    if not state.averages:
+        places = [native_variable(variable) for variable in state.variables.parameters.values()]
+        return [_optimizer_average(state, index, place) for index, place in enumerate(places)], places
     roles = {"model": state.variables.parameters, "running": state.variables.running}
     found = [
         (average, native_variable(roles[role][path]))

@@ -192,6 +192,10 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         """Load the variables as in Keras; also from older files without missed updates."""
         load_older_variables(self, store, [(self.missed_updates, 0)] if self.built else [])
 
+    def spec_and_slots(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Return the spec of the parameter at an index, and its state variables by slot."""
+        return self._member(index).spec, self._slots[index]
+
     def named_slots(self, parameters: list[str]) -> dict[str, Any]:
         """Return `<parameter>/<slot>` -> variable."""
         return {

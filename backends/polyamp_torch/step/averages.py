@@ -22,6 +22,7 @@ from polyamp_torch.compat import foreach_lerp_
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
+from polyamp_torch.step.torch_only.spec_formulas import slot_name
 from polyamp_torch.step.torch_only.state_arrays import drop_gathered_parameters, state_buffers
 
 
@@ -110,6 +111,21 @@ class MovingAverages:
         return found.clone() if found.is_complex() else found.to(self._dtype, copy=True)
 
 
+class OptimizerAverages(MovingAverages):
+    """Averages of an optimizer that has its own, as they are at the moment."""
+
+    @torch.no_grad()
+    def __init__(self, state: Any) -> None:
+        self.model, self.running, self.in_place = {}, {}, False
+        for path, p in state.parameters.items():
+            spec, slots = state.groups.of(path).spec, state.optimizer.state[p]
+            self.model[path] = spec.average(p.detach(), {slot: slots[slot_name(slot)] for slot in spec.slots})
+
+
+def _averages_of(state: Any) -> MovingAverages:
+    return OptimizerAverages(state) if state.averages is None else state.averages
+
+
 @contextlib.contextmanager
 def averaged(state: Any) -> Iterator[nn.Module]:
     """Context manager that yields the model with its averages in place of the trained parameters.
@@ -117,11 +133,11 @@ def averaged(state: Any) -> Iterator[nn.Module]:
     Raises:
         StateError: the state was refreshed, or is in such a block already.
     """
-    averages: Any = state.averages
     with DeferInterrupts(), state.lock:  # Ctrl-C leaves all of the model's values of one kind
         state.check_alive()
+        before, averages = state.averages, _averages_of(state)
         kept = averages.write_to_model(state)
-        averages.in_place = True
+        state.averages, averages.in_place = averages, True
         members = state.refuse_steps()
     torch.clear_autocast_cache()
     try:
@@ -129,7 +145,7 @@ def averaged(state: Any) -> Iterator[nn.Module]:
     finally:
         with DeferInterrupts(), state.lock:
             averages.write_back(state, kept)
-            averages.in_place = False
+            state.averages, averages.in_place = before, False
             state.allow_steps(members)
         torch.clear_autocast_cache()
 
@@ -142,9 +158,9 @@ def averaged_model(state: Any) -> nn.Module:
         UnsupportedError: the model is sharded, or cannot be copied.
         StateError: the state was refreshed, or is in `averaged`.
     """
-    averages: Any = state.averages
     with state.lock:
         state.check_alive()
+        averages = _averages_of(state)
         engine = state.replicas.engine.name
         if engine not in (None, "ddp"):
             raise UnsupportedError(

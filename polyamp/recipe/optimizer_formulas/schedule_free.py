@@ -39,6 +39,7 @@ class ScheduleFreeAdamW(Spec):
 
     tag: ClassVar[str] = "schedule_free"
     has_own_decay: ClassVar[bool] = True
+    has_average: ClassVar[bool] = True
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = dict.fromkeys(
         ("max_rate", "weight_sum"), scalar_shape
     )
@@ -85,6 +86,5 @@ class ScheduleFreeAdamW(Spec):
         return change, keep({"distance": distance, "exp_avg_sq": square, "max_rate": largest, "weight_sum": total})
 
     def average(self, param: Any, slots: Slots) -> Any:
-        """Return x, the average at which a model is evaluated."""
         beta1 = self.betas[0]
         return param - ((1.0 - beta1) / beta1) * slots["distance"]
