@@ -15,6 +15,8 @@ _NOT_NORMS: Final = ("SpectralNorm", "WeightNorm")
 _BIASES: Final = ("b", "bias", "biases", "offset", "shift")
 _SCALES: Final = ("scale", "gamma")
 _WEIGHTS: Final = ("w", "weight", "weights", "kernel", "kernels")
+_KERNEL_LAYERS: Final = ("Linear", "Dense", "Conv", "Einsum")
+"""Words in the names of classes with kernels, whatever the module is called: "patch_embed" may be one."""
 _NORMS: Final = ("ln", "bn", "gn")
 
 
@@ -112,8 +114,12 @@ def _has_kind(kind: str, leaf: ParameterLeaf, beside: Mapping[str, Sequence[str]
     if kind == "bias":
         thin = leaf.classes is None or leaf.dimensions < 2 or len(name) > 1  # "B" with two axes is a factor
         return (_is_bias(name) and thin) or (norm and name == "beta")
-    by_class = any("Embed" in own for own in leaf.classes or ())
-    return not norm and not _is_bias(name) and ("embed" in name or by_class)
+    classes = leaf.classes or ()
+    by_class = any("Embed" in own for own in classes)
+    by_module = "embed" in module.rpartition("/")[2].lower() and not any(
+        word in own for own in classes for word in _KERNEL_LAYERS
+    )
+    return not norm and not _is_bias(name) and ("embed" in name or by_class or by_module)
 
 
 def _norm_by_class(classes: Sequence[str]) -> bool:
@@ -138,7 +144,7 @@ def _norm_by_name(module: str, name: str, siblings: Sequence[str]) -> bool | Non
         return True
     if any(sibling in _SCALES for sibling in siblings) and not any(map(_is_weight, siblings)):
         return True
-    return False if _is_weight(name) or _is_bias(name) or "embed" in name else None
+    return False if _is_weight(name) or _is_bias(name) or "embed" in name or "embed" in own else None
 
 
 def _is_weight(name: str) -> bool:

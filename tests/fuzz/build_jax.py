@@ -6,6 +6,7 @@ Called by the worker.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from flax import linen, nnx
 
 import polyamp
+from polyamp_jax.step.averages import averaged_parameters
 from tests.fuzz.grammar import CLAMP, LENGTH, Description, walk
 from tests.fuzz.problem import Weights, widths
 
@@ -91,6 +93,11 @@ def running(state: Any, description: Description, updates: int) -> Weights:
 def parameters(state: Any, description: Description) -> Weights:
     """The parameters by the description's names."""
     return {f"{name}/{array}": np.array(v) for name, arrays in state.params.items() for array, v in arrays.items()}
+
+
+def averages(state: Any, description: Description) -> Weights:
+    """The averages of the parameters, likewise."""
+    return parameters(dataclasses.replace(state, params=averaged_parameters(state)), description)
 
 
 _FLAX = {"variance": "var"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+import polyamp
 from polyamp.reference import MLP
 from tests.fuzz.grammar import Description
 from tests.fuzz.problem import Weights
@@ -68,6 +69,11 @@ def running(state: Any, description: Description, updates: int) -> Weights:
 def parameters(state: Any, description: Description) -> Weights:
     """The parameters by the description's names."""
     return _renamed(state.model.parameters, description)
+
+
+def averages(state: Any, description: Description) -> Weights:
+    """The averages of the parameters, likewise."""
+    return _renamed(polyamp.averaged_model(state).parameters, description)
 
 
 def _renamed(arrays: Weights, description: Description) -> Weights:

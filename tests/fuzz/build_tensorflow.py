@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import polyamp
 from tests.fuzz.grammar import CLAMP, LENGTH, SIZE, Description, walk
 from tests.fuzz.problem import Weights, wide, width_of_input, widths
 
@@ -82,6 +83,12 @@ def parameters(state: Any, description: Description) -> Weights:
                 key, value = key.partition("/")[0].replace("attention_output", "out"), value.reshape(8, 8)
             found[f"{name}/{_NAMES.get(key, key)}"] = value
     return found
+
+
+def averages(state: Any, description: Description) -> Weights:
+    """The averages of the parameters, likewise."""
+    with polyamp.averaged(state):
+        return {name: np.array(value) for name, value in parameters(state, description).items()}
 
 
 _NAMES = {"gamma": "scale", "beta": "bias", "embeddings": "table"}

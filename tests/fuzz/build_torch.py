@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import polyamp
 from tests.fuzz.grammar import CLAMP, LENGTH, Description, walk
 from tests.fuzz.problem import Weights, wide, widths
 
@@ -72,6 +73,12 @@ def parameters(state: Any, description: Description) -> Weights:
             path = layer.replace(".", "/")
             found[path if "/" in path else f"{path}/{key}"] = part
     return found
+
+
+def averages(state: Any, description: Description) -> Weights:
+    """The averages of the parameters, likewise."""
+    with polyamp.averaged(state):
+        return {name: np.array(value) for name, value in parameters(state, description).items()}
 
 
 class Net(nn.Module):

@@ -25,7 +25,10 @@ FLOAT64: Final = (1e-10, 1e-11)
 """Relative and absolute: parameters under a float64 policy, of which Adam's first steps blow up the last digits."""
 EXACT: Final = ("scale", "skipped", "step")
 CURVES: Final = ("loss", "plain", "grad_norm")
-ADAPTIVE: Final = ("adam", "adamw", "rmsprop", "adagrad", "lion")
+ADAPTIVE: Final = (
+    *("adam", "adamw", "rmsprop", "adagrad", "lion"),
+    *("nadam", "nadamw", "lamb", "adafactor", "muon", "schedule_free"),
+)
 
 
 def findings(description: Description, records: Mapping[str, Record], baselines: Mapping[str, Record]) -> list[str]:

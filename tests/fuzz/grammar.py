@@ -31,7 +31,7 @@ SENSITIVE: Final = ("softmax", "hand_softmax", "log_gate", "inner", "cumsum", "l
 PRODUCTS: Final = ("dense", "conv", "attention", "rnn", "gru")
 """Layers with matrix products; heads are dense layers."""
 NORMS: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
-FEATURES: Final = ("writes", "counts", "regions", "float64", "python")
+FEATURES: Final = ("writes", "counts", "regions", "float64", "python", "recipes")
 """What networks may have beyond the rest of the grammar. Each is drawn by itself and can be left out:
 
 - writes: a dense layer clamps its kernel in the forward pass (S12: running state). JAX's model is nnx's then.
@@ -41,11 +41,14 @@ FEATURES: Final = ("writes", "counts", "regions", "float64", "python")
 - regions: layers run in a nested region of float32 (S3): torch's `autocast(enabled=False)`, a second policy in JAX, an
   explicit dtype of Keras's layers.
 - float64: the policy is float64, and so must be everything that acts on the parameters (S1).
+- recipes: moving averages, and optimizers that need a parameter as a whole or have averages themselves. The former are
+  left out where frameworks store a layer as other arrays (attention, recurrent layers).
 - python: torch's `forward` counts its calls in a Python attribute, and one of ten such steps is compiled.
 """
-READY: Final[tuple[str, ...]] = ("writes", "counts", "regions", "python")
+READY: Final[tuple[str, ...]] = ("writes", "counts", "regions", "python", "recipes")
 """Those that are drawn where nothing else is said. Not "float64": `polyamp.losses` are float32 (S6), so that gradients
 of two frameworks are as far apart as its last digit."""
+_STORED_DIFFERENTLY: Final = frozenset({"attention", "rnn", "gru", "positions"})
 CLAMP: Final = 0.25
 """A layer with "clamp" keeps its kernel within this."""
 _IN_REGIONS: Final = frozenset({"dense", "scale", "layer_norm", "rms_norm", *ACTIVATIONS})
@@ -420,10 +423,35 @@ def _python(rng: random.Random, found: Description) -> None:
     found["python"] = rng.random() < 0.3
 
 
+def _recipes(rng: random.Random, found: Description) -> None:
+    wholes = (
+        () if {layer["op"] for layer in walk(found["layers"])} & _STORED_DIFFERENTLY else ("lamb", "adafactor", "muon")
+    )
+    kind = rng.choice((*wholes, *wholes, "schedule_free", "nadam", "nadamw", "amsgrad")) if rng.random() < 0.3 else ""
+    if kind:
+        rate = rng.choice((0.005, {"type": "linear_warmup", "peak": 0.005, "steps": 2, "start": 0.0005}))
+        spec: dict[str, Any] = {
+            "type": kind,
+            "learning_rate": rate,
+            "eps": 1e-3,
+            "weight_decay": rng.choice((0.0, 0.1)),
+        }
+        if kind == "adafactor":
+            spec["eps"] = [1e-3, 1e-3]
+        if kind == "amsgrad":
+            spec.update(type="adamw", amsgrad=True)
+        if kind == "muon":
+            spec.update(scale=rng.choice(("original", "moonlight")), nesterov=rng.random() < 0.5)
+        found["optimizer"] = spec
+    if kind != "schedule_free" and rng.random() < 0.3:
+        found["ema"] = {"decay": rng.choice((0.5, 0.9)), "warmup": rng.random() < 0.5, "every": rng.choice((1, 1, 2))}
+
+
 _ADDED: Final[dict[str, Callable[[random.Random, Description], None]]] = {
     "writes": _writes,
     "counts": _counts,
     "regions": _regions,
     "float64": _float64,
     "python": _python,
+    "recipes": _recipes,
 }

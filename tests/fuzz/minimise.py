@@ -99,6 +99,8 @@ def _settings(description: Description) -> Iterator[Description]:
             yield {**description, name: value}
     if description.get("python"):
         yield {**description, "python": False}
+    if "ema" in description:
+        yield {name: value for name, value in description.items() if name != "ema"}
     for path in _places(description["layers"]):
         changed = copy.deepcopy(description)
         layers, number = _at(changed["layers"], path)

@@ -39,6 +39,7 @@ def recipe(description: Description, policy: str | None = None) -> Recipe:
         optimizer=getattr(polyamp, optimizer["type"])(**_tuples(_plain(optimizer))),
         clip_norm=description["clip_norm"],
         accumulate_steps=description["accumulate_steps"],
+        ema=polyamp.Ema(**description["ema"]) if "ema" in description else None,
     )
 
 

@@ -100,7 +100,11 @@ def test_the_grammar_reaches_everything() -> None:
     }  # fmt: skip
     assert {head["loss"] for found in several for head in found["heads"]} >= {"softmax_cross_entropy", "unused"}
     assert any("tied" in head for found in several for head in found["heads"])
-    assert {found["optimizer"]["type"] for found in several} == {"sgd", "adam", "adamw", "rmsprop", "adagrad", "lion"}
+    assert {found["optimizer"]["type"] for found in several} == {
+        "sgd", "adam", "adamw", "rmsprop", "adagrad", "lion", "nadam", "nadamw", "lamb", "adafactor", "muon",
+        "schedule_free",
+    }  # fmt: skip
+    assert 20 < sum("ema" in found for found in several) < 150
     assert {found["scaler"]["kind"] for found in several} == {"dynamic", "static", "like", "off"}
     rates = [found["optimizer"]["learning_rate"] for found in several]
     assert {rate["type"] for rate in rates if isinstance(rate, dict)} == {

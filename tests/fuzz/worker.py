@@ -101,12 +101,18 @@ def _train(
         if called != wanted:
             watch.violations.append(f"the model ran {called} times and not {wanted}")
     passes = int(record["step"][-1]) * description["accumulate_steps"]
+    averages = builder.averages(state, description) if has_averages(recipe) else {}
     kept = {
-        "parameters": builder.parameters(state, description),
+        "parameters": builder.parameters(state, description) | {f"average {n}": value for n, value in averages.items()},
         "running": builder.running(state, description, passes),
     }
     scale = {name: float(backend.to_numpy(value)) for name, value in state.scale_state._asdict().items()}
     return {**record, **kept, "scale_state": scale, "violations": watch.violations}
+
+
+def has_averages(recipe: polyamp.Recipe) -> bool:
+    """Whether a state has averages, of the recipe or of its optimizer."""
+    return recipe.ema is not None or getattr(recipe.optimizer, "has_average", False)
 
 
 def _halves(loss_fn: Any, options: dict[str, Any]) -> Any:

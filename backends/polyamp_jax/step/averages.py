@@ -62,10 +62,15 @@ def moved_averages(state: Any, params: Any, statistics: Any, step: Any, applied:
 
 def averaged_model(state: Any) -> Any:
     """Return the model with copies of the averages, and of everything else."""
-    averages = state.averages or {"model": _optimizer_averages(state), "running": {}}
-    params = _replace_leaves(state.params, averages["model"])
-    statistics = _replace_leaves(state.running.statistics, averages["running"])
-    return state.setup.adapter.join(copy_arrays(params), copy_arrays(state.running._replace(statistics=statistics)))
+    statistics = _replace_leaves(state.running.statistics, state.averages.get("running", {}))
+    return state.setup.adapter.join(
+        copy_arrays(averaged_parameters(state)), copy_arrays(state.running._replace(statistics=statistics))
+    )
+
+
+def averaged_parameters(state: Any) -> Any:
+    """Return the parameters' tree with the averages."""
+    return _replace_leaves(state.params, state.averages["model"] if state.averages else _optimizer_averages(state))
 
 
 def _optimizer_averages(state: Any) -> dict[str, jax.Array]:

@@ -120,4 +120,4 @@ def test_s27_the_classes_of_an_owner_are_its_own_and_its_bases() -> None:
         pass
 
     assert class_names(Mine()) == ("Mine", "Norm", "object")
-    assert ParameterLeaf("a", 1) == ("a", 1, None, ())
+    assert ParameterLeaf("a", 1) == ("a", 1, None, (), False)

@@ -99,7 +99,9 @@ def test_a_tensorflow_checkpoint_holds_the_optimizer(tmp_path: Path) -> None:
     assert_equal(other, model)
 
 
-@pytest.mark.parametrize("spec", [spec() for spec in SPECS], ids=lambda spec: type(spec).__name__)
+@pytest.mark.parametrize(
+    "spec", [spec() for spec in SPECS if not spec.depends_on_parameter], ids=lambda spec: type(spec).__name__
+)
 def test_every_spec_survives_a_config_in_json(spec: Any) -> None:
     for optimizer in (SpecOptimizer(spec, name="mine"), LossScaleOptimizer(spec, "megatron")):
         config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import polyamp
+import polyamp_tensorflow
 from polyamp.errors import RecipeError
 from polyamp_tensorflow import SpecOptimizer
 
@@ -61,10 +62,9 @@ def test_an_optimizer_by_kinds_of_parameters_needs_the_model() -> None:
         SpecOptimizer(polyamp.muon(0.01))
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, in save()
 @pytest.mark.parametrize("optimizer", [polyamp.muon(0.01), polyamp.adafactor(0.01)])
 def test_a_compiled_model_is_saved_and_goes_on(optimizer: Any, tmp_path: Any) -> None:
-    import polyamp_tensorflow
-
     made, data = model(), batch(0)
     polyamp_tensorflow.compile(made, polyamp.Recipe(policy="float32", optimizer=optimizer), loss="mse")
     made.fit(data["x"], data["y"], epochs=2, verbose=0)
