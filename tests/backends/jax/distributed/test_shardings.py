@@ -87,9 +87,22 @@ def test_s09_parts_equal_one_device(make_kind: Any, kind: str, where: str) -> No
     assert step._run["jax"]._call._cache_size() == 1  # type: ignore[attr-defined]
 
 
-def test_s09_a_slot_that_is_a_number_stays_on_all_devices(make_kind: Any) -> None:
-    made = make_kind("function")
-    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.nadam(1e-2, eps=1e-3), clip_norm=0.5)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        polyamp.nadam(1e-2, eps=1e-3),
+        polyamp.lamb(1e-2, eps=1e-3),
+        polyamp.adafactor(1e-2),
+        polyamp.muon(1e-2, eps=1e-3, ns_coefficients=(2.0, -1.5, 0.5)),
+        polyamp.schedule_free(1e-2, eps=1e-3),
+    ],
+    ids=lambda optimizer: optimizer.tag,
+)
+def test_s09_sharded_parameters_with_slots_of_other_shapes_train_as_on_one_device(
+    make_kind: Any, optimizer: Any
+) -> None:
+    made = make_kind("linen")
+    recipe = polyamp.Recipe(policy="float32", optimizer=optimizer, clip_norm=0.5)
     alone = polyamp.init(made.model, recipe, **made.options)
     state = polyamp.init(put(made.model, PLACES["both"][0](), PLACES["both"][1]), recipe, **made.options)
     places = [leaf.sharding for leaf in jax.tree.leaves(state)]

@@ -60,10 +60,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": polyamp.sgd(0.1, momentum=0.9), "accumulate_steps": 2},
     "adamw": {"optimizer": polyamp.adamw(RATE, groups=GROUPS), "clip_norm": 0.1, "accumulate_steps": 3},
     "lion": {"optimizer": polyamp.lion(1e-3, weight_decay=0.1, groups=GROUPS), "clip_norm": 0.5},
+    "muon": {"optimizer": polyamp.muon(1e-2, eps=1e-3, groups=GROUPS), "clip_norm": 0.5},
+    "adafactor": {"optimizer": polyamp.adafactor(1e-2)},
 }
 
 
-@pytest.mark.parametrize(("name", "count"), [("sgd", 2), ("adamw", 4), ("lion", 2)])
+@pytest.mark.parametrize(("name", "count"), [("sgd", 2), ("adamw", 4), ("lion", 2), ("muon", 2), ("adafactor", 2)])
 def test_s09_several_replicas_train_as_one(name: str, count: int, request: Any) -> None:
     recipe = made(**RECIPES[name])
     strategy = request.getfixturevalue("four_cpus" if count == 4 else "two_cpus")
