@@ -23,7 +23,7 @@ PROMISES = {
     "save_and_resume.py": r"bit identical True",
 }
 """What follows the losses on each example's last line."""
-ELSEWHERE = {"nanogpt.py"}
+ELSEWHERE = {"nanogpt.py", "speedrun.py", "diffusion.py"}
 """Run by a test of their own."""
 ALONE = "basic_loop.py"
 

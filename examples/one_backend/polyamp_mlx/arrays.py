@@ -77,5 +77,13 @@ def _asarray(value: Any, like: Any) -> Any:
     return value.astype(like.dtype) if isinstance(value, mx.array) else mx.array(value, dtype=like.dtype)
 
 
-XP: Final = array_namespace(mx, _asarray)
+XP: Final = array_namespace(
+    mx,
+    _asarray,
+    norm=lambda x: mx.sqrt(mx.sum(x * x)),
+    mean=lambda x, axis: mx.mean(x, axis, keepdims=True),
+    matmul=mx.matmul,
+    swapaxes=mx.swapaxes,
+    astype=lambda x, dtype: x.astype(getattr(mx, dtype) if isinstance(dtype, str) else dtype.dtype),
+)
 """The array namespace of MLX, for schedules, optimizer formulas and the loss scale's rule."""

@@ -30,7 +30,10 @@ def module_paths(module: nn.Module) -> list[str]:
 def parameter_leaves(module: nn.Module, parameters: Mapping[str, mx.array]) -> list[ParameterLeaf]:
     """Return the parameters' data for parameter groups (S27): number of axes, and class of the owning module."""
     owners = {path.replace(".", "/"): class_names(part) for path, part in module.named_modules()}
-    return [ParameterLeaf(path, array.ndim, owners.get(path.rpartition("/")[0])) for path, array in parameters.items()]
+    return [
+        ParameterLeaf(path, array.ndim, owners.get(path.rpartition("/")[0]), outputs_first=True)
+        for path, array in parameters.items()
+    ]
 
 
 def module_arrays(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
