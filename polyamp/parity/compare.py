@@ -18,6 +18,7 @@ from polyamp.parity.execution.trace_recorder import BatchSource, side_batch
 from polyamp.parity.precisions import comparison_phases
 from polyamp.parity.report.report import Report
 from polyamp.porting.check import ChannelOrderAdapter
+from polyamp.porting.matching.flatten_order import Rows
 from polyamp.recipe.recipe import Recipe
 
 RANDOMNESS: Final = ("off", "shared")
@@ -32,6 +33,7 @@ def compare(
     steps: int = 1,
     *,
     names: Mapping[str, str] | None = None,
+    rows: Rows | None = None,
     inputs: Any = None,
     randomness: str = "off",
     labels: tuple[str, str] | None = None,
@@ -57,6 +59,8 @@ def compare(
             optimizer. None: one forward and backward pass in float32.
         steps: number of training steps.
         names: as for `polyamp.port`, where layers cannot be matched by name.
+        rows: as for `polyamp.port`, where a pass of both models does not show the order of a layer's rows after a
+            flatten.
         inputs: inputs of the models themselves, where layers are identified by name only (linen, haiku, functions);
             a list of two for one each.
         randomness: "off": dropout passes its input through. "shared": both sides drop the same elements.
@@ -104,9 +108,15 @@ def compare(
         )
         for number, model in enumerate((model_a, model_b))
     )
-    second, mappings = two.align_with(one.inventory, names)
-    first = one.align_as_first(second.alignments, mappings)
     batches = _batch_sources(batch, ChannelOrderAdapter(one.inventory, two.inventory))
+    second, mappings = two.align_with(
+        one.inventory,
+        names,
+        rows=rows,
+        ours=lambda: one.layer_inputs(batches[0](0)),
+        batch=lambda: batches[1](0),
+    )
+    first = one.align_as_first(second.alignments, mappings)
     if one.recipe is None and two.recipe is None:
         steps = 1
     phases = comparison_phases((one.recipe, two.recipe), max(one.parameters, two.parameters))

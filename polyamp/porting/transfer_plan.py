@@ -93,15 +93,6 @@ class TransferPlan(NamedTuple):
             PortedLayer(each.source.path, each.target.path, each.fit.target.kind, each.evidence) for each in self.pairs
         ]
 
-    def with_guesses(self) -> TransferPlan:
-        """Return the plan with the likeliest order where none is known."""
-        orders = dict(self.channel_orders)
-        for each in self.questions:
-            if each.guess is not None:
-                old = orders.get(each.path, ChannelOrder())
-                orders[each.path] = ChannelOrder(each.guess.rows or old.rows, each.guess.columns or old.columns)
-        return self._replace(channel_orders=orders, questions=())
-
     def without_questions(self, *, strict: bool, why: Mapping[str, str] = {}) -> TransferPlan:
         """Return the plan without the layers whose order is not known.
 
@@ -142,8 +133,8 @@ def make_transfer_plan(
     absent_bias: bool = False,
     forms: Mapping[str, str | Form] | None = None,
 ) -> TransferPlan:
-    """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by one of
-    `with_guesses` and `without_questions`.
+    """Return the plan of a transfer. Its questions are to be answered: by a run of both models, or by
+    `without_questions`.
 
     Args:
         source: the source's layers.

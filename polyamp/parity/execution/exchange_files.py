@@ -16,6 +16,7 @@ from typing import Any, Final
 from polyamp.errors import PortError
 from polyamp.parity.execution.memory_mapped_arrays import ArrayLocation, ArrayStore, memory_map
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.states.training_state import ArrayMapping
@@ -53,6 +54,19 @@ def read_reference(folder: Path) -> Inventory:
     """Read the layers of the first side; values are loaded lazily."""
     inventory: Inventory = _read_pickle(folder / _REFERENCE_FILE)
     return inventory
+
+
+def write_layer_inputs(found: Evaluation, path: Path) -> None:
+    """Write what the first side's layers take."""
+    _write_pickle(path, found)
+
+
+def read_layer_inputs(path: Path) -> Evaluation | None:
+    """Read what the first side's layers take; None if it was not written."""
+    if not path.exists():
+        return None
+    found: Evaluation = _read_pickle(path)
+    return found
 
 
 def write_alignment(alignment: Alignment, mappings: Sequence[ArrayMapping], path: Path) -> None:

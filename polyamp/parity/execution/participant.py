@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.errors import ArgumentError, PortError, RecipeError, UnsupportedError
 from polyamp.parity.execution.default_loss import random_target_loss
+from polyamp.parity.execution.layer_inputs import find_row_orders, first_samples
 from polyamp.parity.execution.trace_recorder import (
     BatchSource,
     EntrySink,
@@ -20,15 +23,24 @@ from polyamp.parity.execution.trace_recorder import (
     SharedRandomNumbers,
     TraceRecorder,
 )
-from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe, without_judge
+from polyamp.parity.precisions import (
+    FLOAT32,
+    POLICY,
+    Phase,
+    check_native_optimizer,
+    phase_recipe,
+    resolve_recipe,
+    without_judge,
+)
 from polyamp.parity.report_data import Environment
 from polyamp.parity.trace.observer import HasObserver, Observer
 from polyamp.parity.trace.trace import Trace, TraceWriter
 from polyamp.parity.trainers import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
-from polyamp.porting.layouts.converter import HasConverter
+from polyamp.porting.layouts.converter import Evaluation, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.matching.flatten_order import ChannelOrder, Rows
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port_errors import PARTIAL_PORT_HINT
 from polyamp.porting.states.training_state import ArrayMapping
@@ -147,10 +159,46 @@ class Participant:
         ]
         return ParticipantAlignment(alignments, [*chosen.values(), *rest], None)
 
+    def layer_inputs(self, batch: Any, weights: Mapping[str, Lazy] | None = None) -> Evaluation:
+        """Return what each layer takes in one float32 pass, of a few samples.
+
+        Args:
+            batch: a batch, as `loss_fn` takes it.
+            weights: values in place of the model's own.
+        """
+        loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
+        inputs: dict[str, Array] = {}
+        phase = Phase(name=FLOAT32, pass_only=True)
+        if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
+            batch = batch[0]
+
+        def keep(path: str, what: str, array: Array, dtype: str) -> None:
+            if what == "input":
+                inputs.setdefault(path, array)
+
+        with self._observer.model_copy(self.model, inference=self._loss_fn is None) as working:
+            model = self._fill_weights(working, ParticipantAlignment([], [], weights), phase)
+            with self._observer.disable_dropout(model, None):
+                trainer, _ = self._trainer(model, phase, loss_fn)
+                self._observer.capture_pass(trainer.state, loss_fn, batch, keep)
+        return first_samples(Evaluation([], {}, {}, inputs))
+
     def align_with(
-        self, source: Inventory, names: Mapping[str, str] | None = None
+        self,
+        source: Inventory,
+        names: Mapping[str, str] | None = None,
+        *,
+        rows: Rows | None = None,
+        ours: Callable[[], Evaluation | None] = lambda: None,
+        batch: Callable[[], Any] | None = None,
     ) -> tuple[ParticipantAlignment, list[ArrayMapping]]:
         """Align this side with the first one.
+
+        Args:
+            source: layers of the first side.
+            names, rows: as for `polyamp.port`.
+            ours: returns what the first side's layers take, if that is known.
+            batch: returns this side's part of the same batch.
 
         Returns:
             Its alignment, and the mappings of the first side's arrays.
@@ -159,12 +207,20 @@ class Participant:
             PortError: the models cannot be matched.
         """
         try:
-            plan = make_transfer_plan(source, self.inventory, names, strict=True).with_guesses()
+            plan = make_transfer_plan(source, self.inventory, names, strict=True, rows=rows)
         except PortError as error:
             raise PortError(str(error).replace(PARTIAL_PORT_HINT, _EVERY_LAYER).rstrip()) from error.__cause__
+
+        def run(orders: Mapping[str, ChannelOrder]) -> Evaluation:
+            made, _ = new_leaf_values(plan._replace(channel_orders=orders), self.inventory, strict=False)
+            return Evaluation([], {}, {}) if batch is None else self.layer_inputs(batch(), made)
+
+        plan, notes = find_row_orders(plan, source, self.inventory, ours, run)
         weights, _ = new_leaf_values(plan, self.inventory, strict=False)
         mappings = array_mappings(plan)
-        return ParticipantAlignment([align(plan)], mappings.second, weights), mappings.first
+        found = align(plan)
+        found = msgspec.structs.replace(found, notes=[*found.notes, *notes])
+        return ParticipantAlignment([found], mappings.second, weights), mappings.first
 
     def record(
         self,

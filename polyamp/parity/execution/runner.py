@@ -24,6 +24,7 @@ from polyamp.parity.execution.worker_pool import WORKER_MODULE, SideProcess, Wor
 from polyamp.parity.report.report import Report
 from polyamp.parity.report_data import encode_report
 from polyamp.parity.trainers import OwnLoop
+from polyamp.porting.matching.flatten_order import Rows
 from polyamp.recipe.recipe import Recipe
 
 TIMEOUT: Final = 600.0
@@ -39,6 +40,7 @@ def run(
     recipe: Any = None,
     steps: int = 1,
     names: Mapping[str, Any] | None = None,
+    rows: Rows | None = None,
     inputs: Any = None,
     randomness: str = "off",
     interpreters: Mapping[str, str | Path] | None = None,
@@ -67,6 +69,7 @@ def run(
             framework's own optimizer; or an `OwnLoop`. None: one forward and backward pass in float32.
         steps: number of training steps.
         names: as for `polyamp.port`, where layers cannot be matched by name; by label where sides differ.
+        rows: as for `polyamp.compare`.
         inputs: inputs of the models themselves, or a function that returns them, for all or by label, where layers are
             identified by name only (linen, haiku, functions).
         randomness: "off": dropout passes its input through. "shared": all sides drop the same elements.
@@ -113,7 +116,7 @@ def run(
     out_folder = None if out is None else _check_writable(Path(out))
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as scratch:
         jobs = _make_jobs(
-            Path(scratch), out_folder, build, data, loss_fn, recipe, steps, names, inputs, randomness, options
+            Path(scratch), out_folder, build, data, loss_fn, recipe, steps, names, rows, inputs, randomness, options
         )  # fmt: skip
         pythons = _interpreters_by_label(interpreters or {}, list(build))
         sides = [
@@ -179,6 +182,7 @@ def _make_jobs(
     recipe: Any,
     steps: int,
     names: Mapping[str, Any] | None,
+    rows: Rows | None,
     inputs: Any,
     randomness: str,
     options: Any,
@@ -208,6 +212,7 @@ def _make_jobs(
             inputs=stored_inputs[label],
             steps=steps,
             names=given_names[label],
+            rows=None if rows is None else dict(rows),
             randomness=randomness,
             options=_plain_options(options_ if (options_ := given_options[label]) is not None else {}),
         )

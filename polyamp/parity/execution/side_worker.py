@@ -23,6 +23,7 @@ from polyamp.errors import BackendNotInstalledError, PolyampError
 from polyamp.parity.execution import exchange_files, worker_messages
 from polyamp.parity.execution.batch_checks import RepeatCheck
 from polyamp.parity.execution.function_ref import FunctionRef, add_import_paths
+from polyamp.parity.execution.layer_inputs import may_flatten
 from polyamp.parity.execution.memory_mapped_arrays import BatchTree, load_batch
 from polyamp.parity.execution.participant import Participant
 from polyamp.parity.execution.trace_recorder import ParticipantAlignment, side_batch
@@ -169,13 +170,21 @@ class ParticipantWorker(SideWorker[SideJob]):
         if job.number == 0:
             self.activity = "while its weights were written"
             exchange_files.write_reference(participant.inventory, folder)
+            if may_flatten(participant.inventory):
+                exchange_files.write_layer_inputs(participant.layer_inputs(batches.first()), Path(job.layer_inputs))
             self.emit(worker_messages.SideReadyEvent(side=job.side))
         else:
             self.activity = "while it was matched with the first side"
             source = exchange_files.read_reference(folder)
-            alignment, mappings = participant.align_with(source, job.names)
-            exchange_files.write_alignment(alignment.alignments[0], mappings, Path(job.alignment_file(job.number)))
             batches.adapter = ChannelOrderAdapter(source, participant.inventory)
+            alignment, mappings = participant.align_with(
+                source,
+                job.names,
+                rows=job.rows,  # type: ignore[arg-type]  # as the message has it; checked there
+                ours=lambda: exchange_files.read_layer_inputs(Path(job.layer_inputs)),
+                batch=batches.first,
+            )
+            exchange_files.write_alignment(alignment.alignments[0], mappings, Path(job.alignment_file(job.number)))
             self.emit(worker_messages.SideReadyEvent(side=job.side, alignment=alignment.alignments[0]))
         command = self.next_command(TrainCommand)
         if command is None:  # the run ended
@@ -235,6 +244,13 @@ class _JobBatches:
 
     def __call__(self, step: int) -> Any:
         self._report_step(step)
+        return self._batch(step)
+
+    def first(self) -> Any:
+        """Return the first batch, outside of a step."""
+        return self._batch(0)
+
+    def _batch(self, step: int) -> Any:
         if self._batch_function is not None:
             batch = self._batch_function(step)
             self._check_batch(step, batch)
