@@ -118,7 +118,10 @@ class TorchLosses:
 def _as_tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values
-    return from_numpy(np.asarray(values)).to(like.device)
+    array = np.asarray(values)
+    if torch.compiler.is_compiling():  # torch traces no dtype of a NumPy array
+        return torch.as_tensor(array).to(like.device)
+    return from_numpy(array).to(like.device)
 
 
 def _to_float32(x: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,24 @@ SPECS = {
 }
 
 
+def test_a_loss_makes_numpy_arrays_itself_in_the_graph() -> None:
+    """torch's compiler traces no dtype of them (found by the fuzzer)."""
+
+    def weighted(model: Any, batch: Any) -> Any:
+        weights = np.linspace(0.5, 1.5, 2, dtype=np.float32)
+        return polyamp.losses.softmax_cross_entropy(
+            model(batch["x"]), (batch["y"][:, 0] > 0).long(), class_weights=weights
+        )
+
+    found = []
+    for how in (False, TRACED):
+        made = recipe(polyamp.sgd(0.1), "float32")
+        state = polyamp.init(Small(), made)
+        _, result = polyamp.train_step(weighted, made, compile=how)(state, item(1.0, 0))
+        found.append(float(result.loss))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_every_optimizer_in_one_graph(name: str) -> None:
     agree(recipe(SPECS[name]), model=Network if name in ("sgd", "adagrad") else Small)
