@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
 
@@ -78,6 +79,13 @@ class JaxLosses:
 
     def diagonal(self, values: Any) -> Any:
         return jnp.diagonal(values)
+
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        def padding(length: int, lengths: Any) -> Any:
+            return (jnp.arange(length)[None, :] >= lengths[:, None]).astype(jnp.float32)
+
+        pads = padding(logits.shape[1], logit_lengths), padding(labels.shape[1], label_lengths)
+        return optax.ctc_loss(logits, pads[0], labels, pads[1], blank_id=blank)
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else dtype

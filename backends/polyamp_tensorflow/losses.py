@@ -70,6 +70,16 @@ class TensorFlowLosses:
     def diagonal(self, values: Any) -> Any:
         return tf.linalg.diag_part(values)
 
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        return tf.nn.ctc_loss(
+            tf.cast(labels, tf.int32),
+            logits,
+            tf.cast(label_lengths, tf.int32),
+            tf.cast(logit_lengths, tf.int32),
+            logits_time_major=False,
+            blank_index=blank,
+        )
+
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else dtype
         out = tf.matmul(tf.cast(x, product), tf.cast(weight, product), transpose_b=True)

@@ -103,6 +103,17 @@ class TorchLosses:
             [checkpoint(function, *part, *wide, use_reentrant=False, preserve_rng_state=False) for part in parts], axis
         )
 
+    def ctc(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        logit_lengths: torch.Tensor,
+        label_lengths: torch.Tensor,
+        blank: int,
+    ) -> torch.Tensor:
+        rows = functional.log_softmax(logits, -1).transpose(0, 1)
+        return functional.ctc_loss(rows, labels, logit_lengths, label_lengths, blank, "none")
+
     def where(self, condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
             x = torch.full((), x, dtype=torch.float32, device=condition.device)

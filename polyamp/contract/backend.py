@@ -170,6 +170,10 @@ class LossFunctions(Protocol):
             chunks: number of parts, or fewer if the axis is shorter. The last part may be shorter or padded with zeros.
         """
 
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        """Return the CTC loss of each sequence, float32, from float32 logits (sequences, steps, classes) and integers:
+        labels (sequences, length), lengths (sequences,). The labels fit into the steps."""
+
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """Choose elementwise between arrays or Python numbers, in the array's dtype; float32 for two numbers."""
 

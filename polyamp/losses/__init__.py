@@ -19,6 +19,7 @@ from polyamp.losses.embeddings import contrastive
 from polyamp.losses.language_model import causal_language_model, chunked_causal_language_model
 from polyamp.losses.means import Mean, Reduction, count
 from polyamp.losses.penalties import regularization, sum_of_squares
+from polyamp.losses.sequences import ctc
 
 __all__ = [
     "Mean",
@@ -27,6 +28,7 @@ __all__ = [
     "chunked_causal_language_model",
     "contrastive",
     "count",
+    "ctc",
     "huber",
     "kl_divergence",
     "mean_squared_error",

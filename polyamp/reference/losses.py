@@ -10,6 +10,7 @@ import numpy as np
 
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
+from polyamp.reference.ctc import ctc_loss
 from polyamp.reference.tensor import Tensor
 
 
@@ -72,6 +73,15 @@ class ReferenceLosses:
 
     def diagonal(self, values: Any) -> Any:
         return values[(np.arange(values.shape[0]),) * 2]
+
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        given, sides = ops.tensor(logits), (labels, logit_lengths, label_lengths)
+        found = [ctc_loss(*row, blank) for row in zip(given.data, *sides, strict=True)]
+        slopes = np.stack([slope for _, slope in found])
+        values = np.asarray([value for value, _ in found], np.float32)
+        return _return_like(
+            logits, Tensor(values, [(given, lambda g: (g[:, None, None] * slopes).astype(given.dtype))])
+        )
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         given, matrix = ops.tensor(x), ops.tensor(weight)

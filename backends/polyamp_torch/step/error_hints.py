@@ -32,7 +32,7 @@ def compile_error(error: Exception, changing: Sequence[str]) -> UnsupportedError
     lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
     return UnsupportedError(
         f"train_step(compile=...) could not compile the step into one graph. torch says: {type(error).__name__}: "
-        f"{' '.join(lines[:3])[:400]}. Keep Python side effects, data-dependent branches, backward(), NumPy "
-        "arrays that are not the batch's and autograd functions without setup_context out of loss_fn and the model, or use compile=False. (Without a C++ compiler: "
-        "compile={'backend': 'aot_eager'}.)"
+        f"{' '.join(lines[:3])[:400]}. Keep Python side effects, data-dependent branches, backward(), NumPy arrays "
+        "that are not the batch's and autograd functions without setup_context out of loss_fn and the model, or use "
+        "compile=False. (Without a C++ compiler: compile={'backend': 'aot_eager'}.)"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from polyamp.errors import UnsupportedError
 from polyamp_mlx.arrays import to_device, to_numpy
 from polyamp_mlx.precision.autocast import precision_region
 
@@ -69,6 +70,9 @@ class MLXLosses:
 
     def diagonal(self, values: Any) -> Any:
         return mx.diagonal(values)
+
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        raise UnsupportedError("MLX has no CTC loss.")
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else getattr(mx, dtype)

@@ -300,3 +300,18 @@ def test_s24_plain_formulas_of_focal_loss_and_divergence_are_nan() -> None:
     assert torch.isnan(functional.kl_div(*logs, reduction="batchmean", log_target=True))
     expected = functional.kl_div(logs[0][:, :2], logs[1][:, :2], reduction="batchmean", log_target=True)
     torch.testing.assert_close(polyamp.losses.kl_divergence(logits, target), expected)
+
+
+def test_s24_ctc_is_torchs() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 12, 7, requires_grad=True)
+    labels = torch.randint(1, 7, (5, 4))
+    steps, widths = torch.tensor([12, 11, 10, 9, 12]), torch.tensor([4, 3, 2, 0, 4])
+    for zero in (False, True):
+        expected = torch.nn.functional.ctc_loss(
+            logits.log_softmax(-1).transpose(0, 1), labels, steps, widths, zero_infinity=zero
+        )
+        found = polyamp.losses.ctc(logits, labels, logit_lengths=steps, label_lengths=widths, zero_infinity=zero)
+        torch.testing.assert_close(found, expected)
+        (one,), (other,) = (torch.autograd.grad(loss, logits) for loss in (found, expected))
+        torch.testing.assert_close(one, other)
