@@ -43,7 +43,8 @@ class Adafactor(Spec):
         weight_decay: decoupled, as in AdamW.
         layout: order of a kernel's axes, "out_in" or "in_out"; "auto" takes that of the parameter's library.
 
-    >>> adafactor().slots
+    >>> import polyamp
+    >>> polyamp.adafactor().slots
     ('row_var', 'col_var', 'variance')
     """
 

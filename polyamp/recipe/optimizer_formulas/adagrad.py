@@ -14,7 +14,8 @@ from polyamp.schedules import Schedule
 class Adagrad(Spec):
     """Adagrad (jmlr.org/papers/v12/duchi11a.html; torch.optim.Adagrad): epsilon outside the root.
 
-    >>> adagrad().learning_rate
+    >>> import polyamp
+    >>> polyamp.adagrad().learning_rate
     0.01
     """
 

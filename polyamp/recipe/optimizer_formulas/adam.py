@@ -67,7 +67,8 @@ class Adam(_AdamFormula):
     `amsgrad` divides by the largest second moment so far (openreview.net/forum?id=ryQu7f-RZ). It is torch's: the
     largest before the bias correction, which optax.amsgrad takes after it.
 
-    >>> adam().betas
+    >>> import polyamp
+    >>> polyamp.adam().betas
     (0.9, 0.999)
     """
 
@@ -89,7 +90,8 @@ class Adam(_AdamFormula):
 class AdamW(_AdamFormula):
     """Adam with decoupled weight decay (arxiv.org/abs/1711.05101; torch.optim.AdamW). `amsgrad` as in `adam`.
 
-    >>> adamw().weight_decay
+    >>> import polyamp
+    >>> polyamp.adamw().weight_decay
     0.01
     """
 

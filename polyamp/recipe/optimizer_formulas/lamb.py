@@ -20,7 +20,8 @@ class Lamb(Spec):
     before the step and outside of the ratio. timm's Lamb divides the gradients by their global norm at first, and does
     not scale parameters without decay. torch has none.
 
-    >>> lamb().slots
+    >>> import polyamp
+    >>> polyamp.lamb().slots
     ('exp_avg', 'exp_avg_sq')
     """
 

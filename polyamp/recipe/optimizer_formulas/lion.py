@@ -14,7 +14,8 @@ from polyamp.schedules import Schedule
 class Lion(Spec):
     """Lion, the sign of an interpolated momentum, with decoupled decay (arxiv.org/abs/2302.06675).
 
-    >>> lion().betas
+    >>> import polyamp
+    >>> polyamp.lion().betas
     (0.9, 0.99)
     """
 

@@ -27,7 +27,8 @@ class NAdam(Spec):
     `momentum_decay` moves the momentum from about half of `betas[0]` to all of it. `weight_decay` is L2, added to the
     gradient, unless `decoupled_weight_decay`.
 
-    >>> nadam().slots
+    >>> import polyamp
+    >>> polyamp.nadam().slots
     ('exp_avg', 'exp_avg_sq', 'mu_product')
     """
 
@@ -85,7 +86,8 @@ class NAdamW(NAdam):
 
     optax.nadamw is another formula: Nesterov's step with bias corrections, without a schedule of the momentum.
 
-    >>> nadamw().weight_decay
+    >>> import polyamp
+    >>> polyamp.nadamw().weight_decay
     0.01
     """
 

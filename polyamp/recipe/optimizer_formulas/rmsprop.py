@@ -14,7 +14,8 @@ from polyamp.schedules import Schedule
 class RMSprop(Spec):
     """RMSprop (torch.optim.RMSprop): epsilon outside the root, the learning rate outside the momentum.
 
-    >>> rmsprop(centered=True).slots
+    >>> import polyamp
+    >>> polyamp.rmsprop(centered=True).slots
     ('square_avg', 'grad_avg')
     """
 

@@ -33,7 +33,8 @@ class ScheduleFreeAdamW(Spec):
     after a warm-up, which a schedule says: `schedules.linear_warmup`. optax.contrib.schedule_free_adamw is the same at
     a constant rate; its weights' schedule stands one update ahead of that of its steps.
 
-    >>> schedule_free().slots
+    >>> import polyamp
+    >>> polyamp.schedule_free().slots
     ('distance', 'exp_avg_sq', 'max_rate', 'weight_sum')
     """
 

@@ -15,7 +15,8 @@ from polyamp.schedules import Schedule
 class SGD(Spec):
     """Stochastic gradient descent (docs.pytorch.org, torch.optim.SGD). `weight_decay` is L2, added to the gradient.
 
-    >>> sgd(0.1, momentum=0.9).slots
+    >>> import polyamp
+    >>> polyamp.sgd(0.1, momentum=0.9).slots
     ('momentum',)
     """
 
