@@ -17,6 +17,7 @@ KINDS: Final = ("bias", "norm", "embedding", "vector")
 """Kinds of parameters; `polyamp.rules.parameter_kinds` determines them."""
 RATE_FIELDS: Final = ("learning_rate", "learning_rate_scale")
 _SELECTORS: Final = ("paths", "kind")
+_NOT_OF_THE_SPEC: Final = ("learning_rate_scale", "trainable_after")
 
 
 class Group(Record):
@@ -32,13 +33,16 @@ class Group(Record):
         learning_rate_scale: factor of the optimizer's rate or schedule; excludes `learning_rate`.
         weight_decay, betas, eps, momentum, nesterov, alpha, lr_decay, initial_accumulator_value, method: as in the
             optimizer. A value that changes which arrays the optimizer keeps is an error.
+        trainable_after: number of applied updates of the state before the first update of these parameters. Until then
+            they count as unused (S23): no update, no decay, and no part in the norm and the finite flag. 0, the
+            default, is to train from the start. It is said here instead of freezing the parameters in the framework.
 
     If several groups set one hyperparameter of a parameter, the first of these rules decides: a group with a kind
     precedes one without; the longest glob wins (S5); the later group wins. Each hyperparameter is decided separately,
     so a parameter may take its rate from one group and its decay from another.
 
     Raises:
-        RecipeError: no selection, no setting, both rates, or an unknown name.
+        RecipeError: no selection, no setting, both rates, a value out of range, or an unknown name.
 
     Example:
         >>> import polyamp
@@ -66,6 +70,7 @@ class Group(Record):
     lr_decay: float | None = None
     initial_accumulator_value: float | None = None
     method: str | None = None
+    trainable_after: int | None = None
 
     def __post_init__(self) -> None:
         paths = (self.paths,) if isinstance(self.paths, str) else self.paths
@@ -95,6 +100,12 @@ class Group(Record):
         ):
             raise RecipeError(
                 f"learning_rate_scale must be a finite number of at least 0. Received: learning_rate_scale={scale!r}."
+            )
+        start: Any = self.trainable_after
+        if start is not None and (isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < 2**31):
+            raise RecipeError(
+                "trainable_after must be a number of applied updates: an int of at least 0 and below 2**31. Received: "
+                f"trainable_after={start!r}."
             )
 
     @property
@@ -150,7 +161,7 @@ def check_groups(spec: Any, groups: Any) -> tuple[Group, ...]:
     plain = {name: getattr(spec, name) for name in own}
     for number, group in enumerate(groups):
         where = f"groups[{number}] ({', '.join(group.globs + group.kinds)})"
-        settings = {name: value for name, value in group.settings.items() if name != "learning_rate_scale"}
+        settings = {name: value for name, value in group.settings.items() if name not in _NOT_OF_THE_SPEC}
         for name in settings:
             if name not in own:
                 raise RecipeError(f"{where}: {spec.tag} has {', '.join(own)}. Received: {name}={settings[name]!r}.")

@@ -324,6 +324,7 @@ def update_states(
     states: Sequence[ReferenceState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[ReferenceState], list[StepResult]]:
     """Run the second half of a step (S9 to S14): measure every state's gradients, decide, commit."""
+    grads = [_without_waiting(state, item) for state, item in zip(states, grads, strict=True)]
     norms = [_global_norm(item) for item in grads]
     flags = [np.asarray(all(np.isfinite(v).all() for v in _existing_gradients(item).values())) for item in grads]
     after, results = [], []
@@ -333,6 +334,13 @@ def update_states(
         after.append(_commit_update(state, item, norm, decision))
         results.append(decision.result(stats))
     return after, results
+
+
+def _without_waiting(state: ReferenceState, grads: Gradients) -> Gradients:
+    """Return the gradients, None for parameters that do not train yet (S27)."""
+    values = dict(grads.values)
+    values.update({name: None for name, start in state.groups.starts.items() if state.step < start})
+    return grads._replace(values=values)
 
 
 def _global_norm(grads: Gradients) -> np.float64:

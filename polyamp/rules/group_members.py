@@ -29,11 +29,13 @@ class GroupHyperparameters(NamedTuple):
             that of the recipe or the group, without the scale.
         scale: factor of the learning rate (`learning_rate_scale`).
         own_rate: whether the group sets the rate, so that it does not follow the recipe's.
+        start: number of applied updates before the first update of the parameters (`trainable_after`).
     """
 
     spec: Any
     scale: float = 1.0
     own_rate: bool = False
+    start: int = 0
 
     @property
     def learning_rate(self) -> Any:
@@ -64,16 +66,20 @@ class GroupMembers(Record):
     Attributes:
         distinct, numbers: as given.
         order: the indices without the paths.
+        starts: path -> number of applied updates before the parameter's first update, where it is not 0.
     """
 
     distinct: Sequence[GroupHyperparameters]
     numbers: Mapping[str, int]
     order: ClassVar[tuple[int, ...]]  # per instance, no field
+    starts: ClassVar[Mapping[str, int]]  # per instance, no field
 
     def __post_init__(self) -> None:
         self._set_field("distinct", tuple(self.distinct))
         self._set_field("numbers", dict(self.numbers))
         self._set_field("order", tuple(self.numbers.values()))
+        starts = {path: self.distinct[number].start for path, number in self.numbers.items()}
+        self._set_field("starts", {path: start for path, start in starts.items() if start})
 
     def _key(self) -> tuple[Any, ...]:
         return self.distinct, tuple(self.numbers.items())
@@ -101,7 +107,8 @@ class GroupMembers(Record):
         for number, member in enumerate(self.distinct):
             paths = [path for path, own in self.numbers.items() if own == number]
             scale = "" if member.scale == 1.0 else f", learning rate times {member.scale:g}"
-            lines.append(f"  {member.spec!r}{scale}: {join_first(paths, 6)}")
+            start = f", trainable after {member.start} updates" if member.start else ""
+            lines.append(f"  {member.spec!r}{scale}{start}: {join_first(paths, 6)}")
         return "\n".join(lines)
 
 
@@ -124,8 +131,8 @@ def resolve_group_members(
         modules: returns the path of every module, because an alias may name one without trained parameters.
 
     Raises:
-        RecipeError: a glob matches no parameter (lists the closest paths), a kind cannot be determined, or a
-            hyperparameter is impossible for a parameter.
+        RecipeError: a glob matches no parameter (lists the closest paths), a kind cannot be determined, a
+            hyperparameter is impossible for a parameter, or no parameter trains from the first update.
         PolicyError: an alias does not match the model.
 
     Example:
@@ -162,19 +169,27 @@ def resolve_group_members(
         )
         member = _group_hyperparameters(base, chosen[leaf.path], facts)
         numbers[leaf.path] = distinct.setdefault(member, len(distinct))
-    return GroupMembers(list(distinct), numbers)
+    members = GroupMembers(list(distinct), numbers)
+    if len(members.starts) == len(paths):
+        raise RecipeError(
+            "trainable_after: at least one parameter trains from the first update, or no update would ever be applied "
+            f"to any. Received: groups with which all {len(paths)} parameters wait, the first for "
+            f"{min(members.starts.values())} updates. Leave trainable_after out for those that train first."
+        )
+    return members
 
 
 def _group_hyperparameters(
     base: Any, chosen: Mapping[str, tuple[Any, str, Any]], facts: ParameterFacts
 ) -> GroupHyperparameters:
     settings = {name: value for _, name, value in chosen.values()}
-    scale = float(settings.pop("learning_rate_scale", 1.0))
+    scale, start = float(settings.pop("learning_rate_scale", 1.0)), settings.pop("trainable_after", 0)
     spec = base.replace(**settings) if settings else base
     own = spec.parameter_settings(facts)
     has_rate = "learning_rate" in settings
     changes = {name: value for name, value in own.items() if name != "learning_rate" or not has_rate}
-    return GroupHyperparameters(spec.replace(**changes) if changes else spec, scale, has_rate or "learning_rate" in own)
+    has_own = has_rate or "learning_rate" in own
+    return GroupHyperparameters(spec.replace(**changes) if changes else spec, scale, has_own, start)
 
 
 def _parameter_names(

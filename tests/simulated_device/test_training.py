@@ -66,6 +66,27 @@ def test_s09_a_step_has_the_cpus_numbers_and_reads_none(policy: str, accumulate_
     torch.testing.assert_close(numbers(there), numbers(here), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_s27_a_late_group_has_the_cpus_numbers_and_reads_none(name: str) -> None:
+    """Before, at and after its start."""
+    made: Any = {"adamw": polyamp.adamw, "lion": polyamp.lion}[name]
+    optimizer = made(1e-2, groups=[polyamp.Group("0", trainable_after=3)])
+    chosen = polyamp.Recipe(optimizer=optimizer, clip_norm=1.0, scaler=polyamp.LossScaler(init_scale=8.0))
+    here, there = network(), device.to_device(network())
+    host, state = polyamp.init(here, chosen), polyamp.init(there, chosen)
+    step, host_step = polyamp.train_step(loss_fn, chosen), polyamp.train_step(loss_fn, chosen)
+    before, batch = numbers(there)[0].clone(), on_device()
+    for number in range(6):
+        device.READS.clear()
+        state, result = step(state, batch)
+        reads = list(device.READS)
+        host, wanted = host_step(host, HOST)
+        assert bool(reads) is (number == 0)
+        torch.testing.assert_close(device.to_host(result.grad_norm), wanted.grad_norm, rtol=1e-5, atol=0)
+        assert torch.equal(numbers(there)[0], before) is (number < 3)
+    torch.testing.assert_close(numbers(there), numbers(here), rtol=1e-5, atol=1e-6)
+
+
 def test_s12_an_update_that_overflows_is_skipped_on_the_device() -> None:
     chosen = recipe("mixed_float16")
     model = device.to_device(network())

@@ -117,6 +117,7 @@ def update_parameters(
     finite: Any | None = None,
     extra: OptaxExtraArguments = NO_EXTRA_ARGUMENTS,
     skipped: Any = None,
+    trains: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:
     """Return the new parameters and optimizer state after one update, or the old ones if the update is skipped.
 
@@ -133,6 +134,8 @@ def update_parameters(
         finite: whether the update is applied, boolean scalar; None: it is (S12).
         extra: extra arguments available to a native transformation.
         skipped: the parameters to return if the update is skipped; None: `params`.
+        trains: for members of a spec with groups, whether each parameter takes this update, boolean scalar or None for
+            True, in the order of the leaves (S27). One that does not is as without a gradient.
 
     Raises:
         ModelError: a native transformation changes the structure of its state.
@@ -144,7 +147,8 @@ def update_parameters(
     whole = jax.tree.map(lambda w, g: jnp.zeros_like(w) if g is None else g, wide, grads)
     run: Any = make_transformation(optimizer)
     if isinstance(run, _Formula):
-        made, new_state = run.apply(whole, opt_state, wide, given=given, even=even, finite=finite)
+        flags = [_both(finite, own) for own in trains or [None] * len(given)]
+        made, new_state = run.apply(whole, opt_state, wide, given=given, even=even, finite=finite, flags=flags)
     else:
         updates, new_state = update_with_extra(run, whole, opt_state, wide, extra)
         new_state = select_if_finite(
@@ -152,7 +156,11 @@ def update_parameters(
         )
         made = jax.tree.map(lambda w, u: w + u, wide, updates)
     old = params if skipped is None else skipped
-    new = select_if_finite(finite, jax.tree.map(lambda before, w: w.astype(before.dtype), params, made), old)
+    cast = jax.tree.map(lambda before, w: w.astype(before.dtype), params, made)
+    if trains is not None:
+        pairs = zip(trains, jax.tree.leaves(cast), jax.tree.leaves(params), strict=True)
+        cast = jax.tree.unflatten(jax.tree.structure(params), [select_if_finite(*each) for each in pairs])
+    new = select_if_finite(finite, cast, old)
     if all(given):
         return new, new_state
     idle = {path for path, has in zip(paths, given, strict=True) if not has}
@@ -173,6 +181,13 @@ def lagging_parameters(opt_state: Any) -> frozenset[int]:
     if not isinstance(opt_state, FormulaState):
         return frozenset()
     return frozenset(np.flatnonzero(np.asarray(opt_state.missed)).tolist())
+
+
+def _both(finite: Any | None, trains: Any | None) -> Any | None:
+    """Return the conjunction of two flags, of which None is True."""
+    if finite is None or trains is None:
+        return finite if trains is None else trains
+    return finite & trains
 
 
 def _keep_idle(idle: Collection[Any], paths: Sequence[Any], new: Any, old: Any) -> Any:
@@ -224,8 +239,10 @@ class _Formula(NamedTuple):
         given: Sequence[bool],
         even: bool,
         finite: Any | None,
+        flags: Sequence[Any | None],
     ) -> tuple[Any, FormulaState]:
-        """Return the new parameters, not yet selected by `finite`, and the selected state.
+        """Return the new parameters, not yet selected, and the selected state: by `finite`, and a parameter's slots by
+        its own entry of `flags`.
 
         A parameter is computed from the selected slots, not from the formula's new slots. Otherwise the old slot would
         be read again after the new one is stored in its place, and XLA would copy all of them first.
@@ -238,17 +255,24 @@ class _Formula(NamedTuple):
         made: list[Any] = []
         slots: dict[str, list[Any]] = {slot: [] for slot in names}
         columns = [jax.tree.leaves(state.slots[slot]) for slot in names]
-        leaves = zip(specs, jax.tree.leaves(params), jax.tree.leaves(grads), numbers, *columns, strict=True)
-        for spec, param, grad, number, *row in leaves:
+        leaves = zip(specs, jax.tree.leaves(params), jax.tree.leaves(grads), numbers, flags, *columns, strict=True)
+        for spec, param, grad, number, flag, *row in leaves:
             run = _update_in_trace if isinstance(param, jax.core.Tracer) else _update_parameter
-            new, own = run(spec, param, grad, dict(zip(names, row, strict=True)), rates[spec], number, finite)
+            new, own = run(spec, param, grad, dict(zip(names, row, strict=True)), rates[spec], number, flag)
             made.append(new)
             for slot in names:
                 slots[slot].append(own[slot])
         structure = jax.tree.structure(params)
         missed = state.missed
-        if not all(given):
-            missed = select_if_finite(finite, missed + np.logical_not(given).astype(np.int32), missed)
+        waits = [flag is not finite for flag in flags]
+        if not all(given) or any(waits):
+            took: Any = np.asarray(given)
+            if any(waits):
+                pairs = zip(given, waits, flags, strict=True)
+                took = jnp.stack(
+                    [jnp.logical_and(has, flag) if wait else jnp.asarray(has) for has, wait, flag in pairs]
+                )
+            missed = select_if_finite(finite, missed + (~took).astype(np.int32), missed)
         return jax.tree.unflatten(structure, made), FormulaState(
             select_if_finite(finite, state.count + 1, state.count),
             missed,

@@ -29,7 +29,8 @@ def update_states(
     states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[JaxState], list[StepResult]]:
     """Run the second half of the step for one or several states."""
-    values = [fit_gradients(state, item) for state, item in zip(states, grads, strict=True)]
+    fitted = [fit_gradients(state, item) for state, item in zip(states, grads, strict=True)]
+    values = [_zero_waiting(state, each) for state, each in zip(states, fitted, strict=True)]
     found = [sharded_norm_and_finite(state, each) for state, each in zip(states, values, strict=True)]
     flags = [finite for _, finite in found]
     after, results = [], []
@@ -39,6 +40,23 @@ def update_states(
         after.append(_commit_update(state, item, each, norm, decision))
         results.append(decision.result(stats))
     return after, results
+
+
+def _trains_now(state: JaxState) -> list[Any]:
+    """Return whether each parameter takes an update in this step (S27), boolean scalars; None where it always does."""
+    named = {start: state.step >= start for start in set(state.groups.starts.values())}
+    return [named.get(state.groups.of(path).start) for path in state.groups.numbers]
+
+
+def _zero_waiting(state: JaxState, values: Any) -> Any:
+    """Return the gradients, with zeros for parameters that do not train yet: no part of norm and flag."""
+    if not state.groups.starts:
+        return values
+    leaves = [
+        grad if trains is None or grad is None else jnp.where(trains, grad, jnp.zeros_like(grad))
+        for grad, trains in zip(leaves_like(values, state.params), _trains_now(state), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
 
 
 def _commit_update(
@@ -53,7 +71,8 @@ def _commit_update(
     extra = OptaxExtraArguments(grads.loss, values)
     values = jax.tree.map(clip.clip_transformation(recipe.clip, norm, XP), values)
     idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
-    even = state.lagging is not None and state.lagging <= idle
+    late = bool(state.groups.starts)
+    even = not late and state.lagging is not None and state.lagging <= idle
     params, opt_state = update_parameters(
         state.setup.optimizer,
         values,
@@ -63,6 +82,7 @@ def _commit_update(
         finite=decision.finite,
         extra=extra,
         skipped=state.params,
+        trains=_trains_now(state) if late else None,
     )
     statistics = select_if_finite(decision.finite, running.statistics, state.running.statistics)
     made = dataclasses.replace(

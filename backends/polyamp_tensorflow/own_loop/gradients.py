@@ -10,6 +10,7 @@ from polyamp.rules.update_decision import GradStats
 from polyamp_tensorflow.arrays import native_variable
 from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import ApplyCall, next_rows, variable_indices
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
+from polyamp_tensorflow.step.optimizers import SpecOptimizer
 
 
 def add_to_sums(call: ApplyCall, gradients: list[Any]) -> list[Any]:
@@ -38,6 +39,8 @@ def unscale_gradients(call: ApplyCall, gradients: list[Any]) -> tuple[list[Any],
     if scaler.scales or state.sums:
         divisor = native_variable(state.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
         gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
+    if isinstance(call.optimizer.inner_optimizer, SpecOptimizer):
+        gradients = call.optimizer.inner_optimizer.zero_waiting(call.variables, gradients)
     if not scaler.checks and call.optimizer.clip_norm is None:
         return gradients, GradStats(tf.constant(1.0), tf.constant(True), weight)
     return gradients, GradStats(*global_norm_and_finite(gradients), weight)

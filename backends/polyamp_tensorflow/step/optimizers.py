@@ -81,6 +81,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         self._kernels: list[ParameterUpdate | None] | None = None
         self._counts: Any = None
         self._exact_rate: Any = None
+        self._trains: list[Any] | None = None
 
     def build(self, variables: list[Any]) -> None:
         """Create the slots (float32, or float64 for float64 parameters) and the counts of missed updates."""
@@ -115,18 +116,44 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         self._counts = self._update_counts()
         rate, counts = (tf.cast(native_variable(value), tf.float32) for value in (self.learning_rate, self._counts))
         self._exact_rate = self._rate_in_float64(rate) if tf.float64 in map(_slot_dtype, variables) else None
-        self._kernels = [kernel_update(m.spec, self._rate(m, rate), counts) for m in self.groups.distinct]
+        trains = self._trains = self._trains_now()
+        self._kernels = [
+            None if m.start else kernel_update(m.spec, self._rate(m, rate), counts) for m in self.groups.distinct
+        ]
         try:
             super().apply(grads, variables)
         finally:
-            self._kernels = self._counts = self._exact_rate = None
+            self._kernels = self._counts = self._exact_rate = self._trains = None
         used = {variable_index(self, v) for g, v in zip(grads, variables, strict=True) if g is not None}
-        if len(used) < len(self._slots):
-            self.missed_updates.assign_add([int(index not in used) for index in range(len(self._slots))])
+        if len(used) < len(self._slots) or self.groups.starts:
+            missed = [self._missed(trains, index) if index in used else 1 for index in range(len(self._slots))]
+            self.missed_updates.assign_add(tf.stack(missed))
 
     def _number(self, index: int) -> int:
         """Return the number of the hyperparameter set of the parameter at an index."""
         return 0 if self.groups.is_uniform else self.groups.order[index]
+
+    def _trains_now(self) -> list[Any]:
+        """Return whether each hyperparameter set is trained in this update (S27), boolean scalars; None for always."""
+        count = native_variable(self.iterations)
+        return [
+            tf.convert_to_tensor(count) >= member.start if member.start else None for member in self.groups.distinct
+        ]
+
+    def _missed(self, trains: list[Any], index: int) -> Any:
+        own = trains[self._number(index)]
+        return 0 if own is None else tf.where(own, 0, 1)
+
+    def zero_waiting(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
+        """Return dense gradients with zeros for the variables that are not trained yet: no part of norm and flag."""
+        if not self.groups.starts:
+            return gradients
+        trains = self._trains_now()
+        own = [trains[self._number(variable_index(self, variable))] for variable in variables]
+        return [
+            gradient if flag is None else tf.where(flag, gradient, tf.zeros_like(gradient))
+            for flag, gradient in zip(own, gradients, strict=True)
+        ]
 
     def _member(self, index: int) -> GroupHyperparameters:
         return self.groups.distinct[self._number(index)]
@@ -184,9 +211,9 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             self._rate(member, rate),
             tf.cast(counts[index], work),
         )
-        self.assign(variable, new)
-        for name, value in new_slots.items():
-            self.assign(slots[name], value)
+        trains = (self._trains_now() if self._trains is None else self._trains)[self._number(index)]
+        for old, value in [(variable, new), *((slots[name], value) for name, value in new_slots.items())]:
+            self.assign(old, value if trains is None else _select(trains, value, old))
 
     def load_own_variables(self, store: Any) -> None:
         """Load the variables as in Keras; also from older files without missed updates."""
@@ -231,6 +258,11 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         except msgspec.ValidationError as error:
             raise RecipeError(f"the config of a SpecOptimizer: {error}") from error
         return cls(spec, name=config.get("name"), groups=groups)
+
+
+def _select(trains: Any, value: Any, variable: Any) -> Any:
+    old = tf.convert_to_tensor(native_variable(variable))
+    return tf.where(trains, tf.cast(value, old.dtype), old)
 
 
 def _slot_dtype(variable: Any) -> Any:

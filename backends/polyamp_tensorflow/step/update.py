@@ -24,6 +24,7 @@ from polyamp_tensorflow.arrays import XP, at_least_float32, is_floating, to_dens
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.averages import write_averages
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
+from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import States, TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.scalar_reads import share_scalar_reads
 from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
@@ -31,7 +32,7 @@ from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
 
 def update_states(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
     """Compute flag, clip, optimizer update and scale for states that share a scaler (S14), and update them in place."""
-    fitted = [_fit_gradients(state, item) for state, item in zip(states, gradients, strict=True)]
+    fitted = [_zero_waiting(state, _fit_gradients(state, item)) for state, item in zip(states, gradients, strict=True)]
     found = [global_norm_and_finite(list(values.values())) for values in fitted]
     flags = [finite for _, finite in found]
     results = []
@@ -141,6 +142,14 @@ def _fit_gradients(state: TensorFlowState, gradients: Gradients) -> dict[str, An
             raise GradientError(f"the gradient of {name!r} must be floating. Received dtype: {value.dtype.name}.")
         found[name] = tf.cast(value, at_least_float32(value.dtype))
     return found
+
+
+def _zero_waiting(state: TensorFlowState, gradients: dict[str, Any]) -> dict[str, Any]:
+    """Return the gradients with zeros for parameters that are not trained yet (S27)."""
+    if not isinstance(state.optimizer, SpecOptimizer):
+        return gradients
+    variables = [state.variables.parameters[name] for name in gradients]
+    return dict(zip(gradients, state.optimizer.zero_waiting(variables, list(gradients.values())), strict=True))
 
 
 def _check_gradients(parameters: dict[str, Any], gradients: dict[str, Any]) -> None:

@@ -196,6 +196,7 @@ def apply_optimizer(
     kernels: FusedKernels | None = None,
     rates: GroupLearningRates | None = None,
     groups: GroupMembers | None = None,
+    trains: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
     """Step the optimizer over the parameters' `.grad` if `finite`, at the rate of the applied-update count (S13).
 
@@ -210,6 +211,8 @@ def apply_optimizer(
         kernels: the result of `fused_kernels`.
         rates: the result of `group_learning_rates`.
         groups: the sets of hyperparameters, if a spec has parameter groups.
+        trains: for each parameter group whether it takes the update, boolean scalar on the device or None for True;
+            None alone for all groups (S27).
     """
     if finite is not None and can_read_without_sync(applied.device):
         if not bool(finite):
@@ -222,7 +225,9 @@ def apply_optimizer(
         count = int(applied) + 1 if here else (applied.double() if has_float64_parameters(optimizer) else applied) + 1.0
         for number, group in enumerate(optimizer.param_groups):
             own = spec if groups is None else group_spec(groups, number)
-            run_formula(optimizer, group, current_spec(own, group), group["lr"], count, finite)
+            flag = None if trains is None else trains[number]
+            taken = finite if flag is None else flag if finite is None else finite & flag
+            run_formula(optimizer, group, current_spec(own, group), group["lr"], count, taken)
         return
     if finite is not None and not _has_found_inf(optimizer, spec):
         if not bool(finite):  # the only synchronisation: this optimizer has no flag on the device
@@ -231,7 +236,10 @@ def apply_optimizer(
     if rates is not None:
         rates.set(applied)
     found_inf = None if finite is None else (~finite).float()
-    if kernels is None or grads is None or not kernels.run(grads, found_inf, by):
+    waits = None if trains is None else [None if flag is None else (~flag).float() for flag in trains]
+    if kernels is None or grads is None or not kernels.run(grads, found_inf, by, waits):
+        if trains is not None:
+            _drop_waiting(optimizer, trains)
         _step_native(optimizer, found_inf, by)
 
 
@@ -260,6 +268,14 @@ def group_learning_rates(optimizer: torch.optim.Optimizer, groups: GroupMembers)
 def group_spec(groups: GroupMembers, number: int) -> Any:
     """Return the spec of a parameter group; all groups share one unless the recipe has groups."""
     return groups.distinct[number if not groups.is_uniform else 0].spec
+
+
+def _drop_waiting(optimizer: torch.optim.Optimizer, trains: Sequence[torch.Tensor | None]) -> None:
+    """Take the gradients from groups that do not train yet: `step()` has one flag for all groups. Reads on the host."""
+    for group, flag in zip(optimizer.param_groups, trains, strict=True):
+        if flag is not None and not bool(flag):
+            for p in group["params"]:
+                p.grad = None
 
 
 def _step_native(optimizer: Any, found_inf: torch.Tensor | None, by: torch.Tensor | None) -> None:

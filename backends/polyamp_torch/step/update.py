@@ -37,7 +37,7 @@ from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, total_
 from polyamp_torch.step.parameter_writes import GradientWrites, ParameterWrites
 from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only import buffers, late_groups
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acquire_all
 from polyamp_torch.step.torch_only.parameter_write_broadcast import broadcast_writes, has_unannounced_writes
 
@@ -165,6 +165,7 @@ def _commit_buffers_and_writes(
 @torch.no_grad()
 def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients], skip: Skip) -> list[StepResult]:
     """Update states that step together: measure all, then decide and commit one by one."""
+    grads = [_zero_waiting(state, item) for state, item in zip(states, grads, strict=True)]
     measured = [_measure_gradients(state, item) for state, item in zip(states, grads, strict=True)]
     flags = [found.stats.finite for found in measured]
     results = []
@@ -265,17 +266,20 @@ def _update(
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
+    waiting = late_groups.waiting_parameters(state)
+    parameters = _parameters_with_gradients(state, grads)
+    if waiting:
+        values = [value for p, value in zip(parameters, values, strict=True) if id(p) not in waiting]
+        for p in parameters:
+            p.grad = None if id(p) in waiting else p.grad
+        parameters = [p for p in parameters if id(p) not in waiting]
     values = state.plain(values)
     if by is not None:
         by = _divide_unless_fused(state, values, measured.scale, measured.norm, by)
     if largest is not None:
         clamp_gradients_(values, largest, alike=state.one_device)
-    shards = state.shards
-    with (
-        NULL_CONTEXT
-        if shards is None
-        else shards.inside(state.optimizer, _parameters_with_gradients(state, grads), values)
-    ):
+    shards, trains = state.shards, late_groups.group_flags(state)
+    with NULL_CONTEXT if shards is None else shards.inside(state.optimizer, parameters, values):
         optimizers.apply_optimizer(
             state.optimizer,
             state.recipe.optimizer,
@@ -286,9 +290,18 @@ def _update(
             kernels=state.kernels,
             rates=state.rates,
             groups=state.groups,
+            trains=trains,
         )
     for p in grads.places or ():  # another state may share the parameter, with a differently clipped gradient
         p.grad = None
+
+
+def _zero_waiting(state: TorchState, grads: UpdateGradients) -> UpdateGradients:
+    """Return the gradients with zeros for parameters that do not train yet (S27): no part of norm and flag."""
+    if not state.groups.starts:
+        return grads
+    parameters, own = _parameters_with_gradients(state, grads), grads.places is None
+    return grads._replace(values=late_groups.zero_waiting_gradients(state, parameters, grads.values, own=own))
 
 
 def _parameters_with_gradients(state: TorchState, grads: UpdateGradients) -> list[torch.Tensor]:

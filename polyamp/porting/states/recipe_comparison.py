@@ -25,7 +25,7 @@ def member_settings(groups: GroupMembers) -> tuple[list[dict[str, Any]], dict[st
     distinct = []
     for member in groups.distinct:
         fields = {name: value for name, value in to_plain_data(member.spec).items() if name != "groups"}
-        fields = {**fields, "learning_rate": to_plain_data(member.learning_rate)}
+        fields |= {"learning_rate": to_plain_data(member.learning_rate), "trainable_after": member.start}
         distinct.append(msgspec.json.decode(msgspec.json.encode(fields)))  # as read from a file
     return distinct, dict(groups.numbers)
 

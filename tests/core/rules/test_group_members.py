@@ -78,6 +78,7 @@ def test_s27_a_recipe_with_groups_is_a_record_and_a_file(tmp_path: Path) -> None
             Group(["**/bias", "head"], weight_decay=0.0),
             Group(kind=("bias", "norm"), learning_rate=schedules.cosine(1.0, 10)),
             Group("encoder", kind="vector", momentum=0.5, nesterov=True, learning_rate_scale=2.0),
+            Group("encoder/**", trainable_after=1000),
         ],
     )
     recipe = Recipe(optimizer=optimizer, aliases={"body/*": {"torch": "h/*", "jax": "h_*"}}, clip_norm=1.0)
@@ -102,6 +103,9 @@ def test_s27_a_recipe_with_groups_is_a_record_and_a_file(tmp_path: Path) -> None
         (lambda: Group(ANY, weight_decay=0.0), "paths must be a glob or several"),
         (lambda: Group("a", learning_rate=1.0, learning_rate_scale=1.0), "not both"),
         (lambda: Group("a", learning_rate_scale=-1.0), "learning_rate_scale must be a finite number of at least 0"),
+        (lambda: Group("a", trainable_after=-1), "an int of at least 0 .* Received: trainable_after=-1"),
+        (lambda: Group("a", trainable_after=True), "Received: trainable_after=True"),
+        (lambda: Group("a", trainable_after=1.5), "Received: trainable_after=1.5"),  # type: ignore[arg-type]
         (lambda: Group("a", weigth_decay=0.0), "Did you mean 'weight_decay'"),  # type: ignore[call-arg]  # the mistake
         (lambda: Group("a", centered=True), "Group has the arguments paths, kind, learning_rate"),  # type: ignore[call-arg]  # the mistake
         (lambda: Group(kind="norms", weight_decay=0.0), "Did you mean 'norm'"),
@@ -160,6 +164,21 @@ def test_s27_printed_members_say_which_parameters_have_which_hyperparameters() -
         f"  {spec!r}: {paths} and 2 more",
         f"  {spec!r}, learning rate times 0.5: l0/bias",
     ]
+
+
+def test_s27_a_start_is_decided_by_itself() -> None:
+    groups = [Group("h/**", trainable_after=10), Group(kind="norm", trainable_after=0), Group("h/**", weight_decay=0.5)]
+    found = resolved(adamw(groups=groups))
+    assert found.starts == {"h/0/attn/weight": 10, "h/0/attn/bias": 10}
+    assert found.of("h/0/attn/bias").spec.weight_decay == 0.5
+    assert "weight_decay=0.5), trainable after 10 updates: h/0/attn/weight, h/0/attn/bias" in repr(found)
+    assert found != resolved(adamw(groups=[Group("h/**", trainable_after=11), *groups[1:]]))
+
+
+def test_s27_some_parameter_trains_first() -> None:
+    groups = [Group("**", trainable_after=7), Group("wte", trainable_after=3)]
+    with pytest.raises(RecipeError, match=r"all 4 parameters wait, the first for 3 updates\. Leave trainable_after"):
+        resolved(adamw(groups=groups))
 
 
 def test_s27_groups_that_a_model_does_not_fit() -> None:

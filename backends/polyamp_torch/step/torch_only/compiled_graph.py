@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -42,34 +42,11 @@ from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_sele
 from polyamp_torch.step.torch_only.complex_parameters import real_view, real_views
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_retrace, run_trial
+from polyamp_torch.step.torch_only.graph_groups import GraphGroups, both, zero_unless
 from polyamp_torch.step.torch_only.spec_formulas import slot_name
 
 NamedTensors = dict[str, torch.Tensor]
 _GRAPH_NUMBERS: Final = itertools.count()
-
-
-class GraphGroups(NamedTuple):
-    """Options of an optimizer's parameter groups, which are constants in a graph.
-
-    Attributes:
-        specs: the spec of each group, with the group's options.
-        numbers: path of a parameter -> its group.
-    """
-
-    specs: list[Any]
-    numbers: dict[str, int]
-
-    @classmethod
-    def of(cls, state: TorchState) -> GraphGroups:
-        """Return a state's current options."""
-        groups = state.optimizer.param_groups
-        if len(groups) == 1:
-            return cls([optimizers.current_spec(state.groups.distinct[0].spec, groups[0])], {})
-        found = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        specs = [
-            optimizers.current_spec(optimizers.group_spec(state.groups, n), group) for n, group in enumerate(groups)
-        ]
-        return cls(specs, {name: found[id(p)] for name, p in state.parameters.items()})
 
 
 class CompiledGraph:
@@ -211,7 +188,9 @@ class CompiledGraph:
             parameters, fixed, running, scale_state.scale, batches, shares
         )
         current = real_views(now.get(name, p) for name, p in parameters.items())
-        total = real_views(total)
+        assert self.groups is not None
+        trains = self.groups.trains(self._used, step)
+        total = real_views(map(zero_unless, trains, total))
         scale = total_scale(scale_state.scale if scaler.scales else None, whole, step.device)
         norm, finite = global_norm_and_finite(
             total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True
@@ -226,7 +205,7 @@ class CompiledGraph:
         stats = GradStats(norm.float(), finite, weight)
         decision = decide(scaler, scale_state, step, stats, [finite], "all", XP)
         checked = decision.finite
-        self._update(real_views(parameters.values()), current, total, slots, counts, rates, step, checked)
+        self._update(real_views(parameters.values()), current, total, slots, counts, rates, step, checked, trains)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         return loss, auxes, stats.norm, tuple(decision.scale_state), decision.step, decision.skipped, weight
@@ -352,24 +331,28 @@ class CompiledGraph:
         rates: list[torch.Tensor],
         step: torch.Tensor,
         finite: torch.Tensor | None,
+        trains: list[torch.Tensor | None],
     ) -> None:
-        """Run the specs' formula for every parameter, from its `current` value; keep the result if `finite`."""
+        """Run the specs' formula for every parameter, from its `current` value; keep the result if `finite`, and if the
+        parameter `trains`."""
         assert self.groups is not None
-        specs, numbers = self.groups
+        specs, numbers, _ = self.groups
+        flags = [both(finite, own) for own in trains]
         wide_step = step.to(self._dtype)  # formulas would convert an integer to float32
         now = [
             spec.rate(wide_step, XP) * rate if callable(spec.learning_rate) else rate
             for spec, rate in zip(specs, rates, strict=True)
         ]
         taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
-        for name, p, held, grad, own, count in zip(self._used, parameters, current, grads, slots, taken, strict=True):
+        columns = zip(self._used, parameters, current, grads, slots, taken, flags, strict=True)
+        for name, p, held, grad, own, count, flag in columns:
             spec, rate = specs[numbers.get(name, 0)], now[numbers.get(name, 0)]
             wide = {slot: _to_float32(value) for slot, value in own.items()}
             new, after = spec.update(XP, _to_float32(held), _to_float32(grad), wide, rate, (count + 1).to(self._dtype))
             for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:
-                old.copy_(value if finite is None else torch.where(finite, value, old))
-        for count in counts:
-            count.add_(1.0 if finite is None else finite.float())
+                old.copy_(value if flag is None else torch.where(flag, value, old))
+        for count, flag in zip(counts, flags, strict=False):  # of some optimizers none counts
+            count.add_(1.0 if flag is None else flag.float())
 
 
 class _LossModule(nn.Module):

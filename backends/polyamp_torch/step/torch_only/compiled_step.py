@@ -33,9 +33,10 @@ from polyamp_torch.step.loss_weights import total_scale
 from polyamp_torch.step.parameter_writes import WRITE_PREFIX, GradientWrites
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
-from polyamp_torch.step.torch_only.compiled_graph import CompiledGraph, GraphGroups, NamedTensors, micro_batch_weights
+from polyamp_torch.step.torch_only.compiled_graph import CompiledGraph, NamedTensors, micro_batch_weights
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.eager_dry_run import check_retrace
+from polyamp_torch.step.torch_only.graph_groups import GraphGroups
 from polyamp_torch.step.update import UpdateGradients, update_states
 
 COMPILE_OPTIONS: Final = ("backend", "mode", "options", "dynamic")

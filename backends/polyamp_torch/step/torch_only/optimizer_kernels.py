@@ -46,13 +46,20 @@ class FusedKernels:
         self._counts: torch.Tensor | None = None
         self._gathered_from: list[Any] = [None]
 
-    def run(self, grads: list[torch.Tensor], found_inf: torch.Tensor | None, by: torch.Tensor | None) -> bool:
+    def run(
+        self,
+        grads: list[torch.Tensor],
+        found_inf: torch.Tensor | None,
+        by: torch.Tensor | None,
+        waits: Sequence[torch.Tensor | None] | None = None,
+    ) -> bool:
         """Update the parameters from gradients in their order; False if `optimizer.step()` must do it.
 
         Args:
             grads: one per parameter.
             found_inf: float32 scalar, 1 to skip; or None.
             by: float32 scalar divisor of the gradients, applied in place; or None.
+            waits: for each parameter group 1 to leave it as it is, float32 scalar, or None for 0 (S27); or None.
         """
         optimizer = self._optimizer
         groups = optimizer.param_groups
@@ -74,8 +81,11 @@ class FusedKernels:
                 own = grads if len(groups) == 1 else [grads[place] for place in self._places[number]]
                 kernel, slots, options = self._kernel(group, lists)
                 options |= {name: group[name] for name in ("lr", "weight_decay", "maximize")}
-                kernel(part, own, *slots, **options, grad_scale=by, found_inf=found_inf)
-            if not self._is_sgd and found_inf is not None:
+                flag = _either(found_inf, None if waits is None else waits[number])
+                kernel(part, own, *slots, **options, grad_scale=by, found_inf=flag)
+                if waits is not None and flag is not None and not self._is_sgd:
+                    foreach_sub_(lists["step"], [flag] * len(lists["step"]))
+            if not self._is_sgd and found_inf is not None and waits is None:
                 self._count(found_inf)
         return True
 
@@ -126,6 +136,13 @@ class FusedKernels:
         state = self._optimizer.state
         held = itertools.chain.from_iterable(map(dict.values, state.values()))
         return itertools.chain(itertools.chain.from_iterable(self._parts), state, held, (_END_MARK,))
+
+
+def _either(found_inf: torch.Tensor | None, wait: torch.Tensor | None) -> torch.Tensor | None:
+    """Return 1 if one of two numbers is 1, of which None is 0."""
+    if found_inf is None or wait is None:
+        return found_inf if wait is None else wait
+    return torch.maximum(found_inf, wait)
 
 
 def make_step_counts(number: int, device: torch.device) -> list[torch.Tensor]:

@@ -83,7 +83,11 @@ def test_s27_kinds_by_the_layers_class() -> None:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, in save()
 def test_s27_fit_trains_the_groups_and_a_saved_model_keeps_them(tmp_path: Path) -> None:
-    groups = [*no_decay("bias", "norm"), Group("dense", learning_rate_scale=0.5), Group("dense_1", learning_rate=0.02)]
+    groups = [
+        *no_decay("bias", "norm"),
+        Group("dense", learning_rate_scale=0.5, trainable_after=2),
+        Group("dense_1", learning_rate=0.02),
+    ]
     made = polyamp.Recipe(optimizer=polyamp.adamw(COSINE, weight_decay=0.3, groups=groups))
     x, y = batch(0)
     ends = []
