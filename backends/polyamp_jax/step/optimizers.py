@@ -270,7 +270,7 @@ class _Formula(NamedTuple):
             if any(waits):
                 pairs = zip(given, waits, flags, strict=True)
                 took = jnp.stack(
-                    [jnp.logical_and(has, flag) if wait else jnp.asarray(has) for has, wait, flag in pairs]
+                    [jnp.asarray(has if flag is None or not wait else has & flag) for has, wait, flag in pairs]
                 )
             missed = select_if_finite(finite, missed + (~took).astype(np.int32), missed)
         return jax.tree.unflatten(structure, made), FormulaState(
