@@ -239,7 +239,7 @@ class _Formula(NamedTuple):
         given: Sequence[bool],
         even: bool,
         finite: Any | None,
-        flags: Sequence[Any | None],
+        flags: Sequence[Any],
     ) -> tuple[Any, FormulaState]:
         """Return the new parameters, not yet selected, and the selected state: by `finite`, and a parameter's slots by
         its own entry of `flags`.
