@@ -29,7 +29,7 @@ RECIPES: Final = {
         optimizer=polyamp.adamw(
             polyamp.schedules.warmup_cosine(2e-3, warmup_steps=5, total_steps=STEPS),
             weight_decay=0.1,
-            groups=polyamp.no_decay("bias", "norm"),
+            groups=[*polyamp.no_decay("bias", "norm"), polyamp.Group(kind="embedding", trainable_after=30)],
         ),
         ema=polyamp.Ema(0.9, statistics="average"),
     ),
