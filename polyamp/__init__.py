@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from polyamp.parity.compare import compare
     from polyamp.porting.port import port
     from polyamp.recipe import optimizers
+    from polyamp.recipe.dialects.dialect_report import DialectReport, dialect_report
     from polyamp.recipe.ema import Ema
     from polyamp.recipe.groups import Group, no_decay
     from polyamp.recipe.optimizers import *  # noqa: F403  # every optimizer
@@ -70,6 +71,7 @@ _EXPORTS = {
     ),
     "parity.compare": ("compare",),
     "porting.port": ("port",),
+    "recipe.dialects.dialect_report": ("DialectReport", "dialect_report"),
     "recipe.ema": ("Ema",),
     "recipe.groups": ("Group", "no_decay"),
     "recipe.policy": ("Policy",),
@@ -106,6 +108,7 @@ __all__ = [
     "BatchError",
     "CastingReport",
     "CheckpointError",
+    "DialectReport",
     "Ema",
     "GradientError",
     "Gradients",
@@ -134,6 +137,7 @@ __all__ = [
     "averaged_model",
     "backends",
     "compare",
+    "dialect_report",
     "explain",
     "init",
     "losses",

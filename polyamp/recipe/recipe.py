@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -196,6 +196,40 @@ class Recipe(Record, kw_only=True):
     def loss_scaler(self) -> LossScaler:
         """The scaler in use: `scaler`, or the policy's choice."""
         return self._loss_scaler
+
+    @classmethod
+    def from_dialect(
+        cls,
+        name: str,
+        block: Any,
+        *,
+        total_steps: int | None = None,
+        updates_per_epoch: int | None = None,
+        leave_out: Sequence[str] = (),
+    ) -> Recipe:
+        """Read the options of another library; `polyamp.dialect_report` says what becomes of each key.
+
+        Args:
+            name: "transformers" (`TrainingArguments`), "timm" (arguments of `train.py`), "deepspeed" (its JSON) or
+                "torchtitan" (its TOML or dataclasses).
+            block: the options, as a dictionary or as the library's object.
+            total_steps: number of updates of the training, in place of the block's.
+            updates_per_epoch: number of updates of an epoch, if the block counts epochs.
+            leave_out: keys that matter and cannot be mapped, which the recipe shall be read without.
+
+        Raises:
+            RecipeError: a key that is unknown, or matters and cannot be mapped, and is not in `leave_out`.
+
+        >>> block = {"learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 100, "bf16": True}
+        >>> recipe = Recipe.from_dialect("transformers", block, total_steps=1000)
+        >>> recipe.clip_norm, recipe.optimizer.learning_rate
+        (1.0, schedules.warmup_cosine(peak=0.0003, warmup_steps=100, total_steps=1000))
+        """
+        from polyamp.recipe.dialects.dialect_report import dialect_report
+
+        report = dialect_report(name, block, total_steps=total_steps, updates_per_epoch=updates_per_epoch)
+        report.check(leave_out)
+        return cls(**report.fields)
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:

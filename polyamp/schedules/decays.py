@@ -8,6 +8,7 @@ from polyamp.array_namespace import PYTHON, ArrayNamespace
 from polyamp.errors import RecipeError
 from polyamp.schedules.schedule_base import (
     ScheduleBase,
+    check_origin,
     check_positive,
     check_rate,
     check_steps,
@@ -44,6 +45,13 @@ class Cosine(ScheduleBase):
     which rises again after `T_max`. Code of one's own often divides by `steps - 1`, so that the last of `steps` updates
     has `end`: that is `cosine(peak, steps - 1, end)`.
 
+    Args:
+        peak: the rate at `count == origin`.
+        steps: the count from which the rate is `end`.
+        end: the last rate.
+        origin: 0, or a negative integer: the cosine began that many updates before the first one, as behind a warmup
+            that counts as a part of it (timm).
+
     >>> round(cosine(1.0, 10)(5), 6)
     0.5
     """
@@ -53,14 +61,16 @@ class Cosine(ScheduleBase):
     peak: float
     steps: int
     end: float = 0.0
+    origin: int = 0
 
     def __post_init__(self) -> None:
         check_rate("peak", self.peak)
         check_rate("end", self.end)
         check_steps("steps", self.steps, "peak")
+        check_origin(self.origin)
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
-        return half_cosine(self.peak, self.end, progress_to(count, self.steps, xp), xp)
+        return half_cosine(self.peak, self.end, progress_to(count, self.steps, xp, self.origin), xp)
 
 
 class Polynomial(ScheduleBase):

@@ -170,7 +170,7 @@ def test_a_native_optimizer_is_compared_by_identity() -> None:
         (polyamp.lion, (1.0, (0.5, 0.5), 0.0, (), 1), {}, r"lion has the arguments .*Received: 5 positional ones\."),
         (polyamp.sgd, (1.0,), {"learning_rate": 1.0}, r"sgd: 'learning_rate' is given by name and position\."),
         (Recipe, (), {"clip": 1.0}, r"Recipe has the arguments .*Received: clip=\. Did you mean 'clip_norm'\?"),
-        (schedules.cosine, (1.0,), {}, r"cosine has the arguments peak, steps, end\. Missing: steps\."),
+        (schedules.cosine, (1.0,), {}, r"cosine has the arguments peak, steps, end, origin\. Missing: steps\."),
         (schedules.linear_warmup, (1.0, 4), {"init_value": 0.1}, r".*Received: init_value=\. Did you mean 'start'\?"),
         (schedules.cosine, (), {"init_value": 0.1, "steps": 4}, r".*init_value=\. Did you mean 'peak'\?"),
         (schedules.step, (), {"init_value": 0.1, "every": 4}, r".*init_value=\. Did you mean 'initial'\?"),

@@ -1,0 +1,1 @@
+"""Recipes in the words of other libraries: transformers, timm, DeepSpeed and torchtitan, one file a dialect."""
