@@ -59,8 +59,8 @@ def compare(
             optimizer. None: one forward and backward pass in float32.
         steps: number of training steps.
         names: as for `polyamp.port`, where layers cannot be matched by name.
-        rows: as for `polyamp.port`, where a pass of both models does not show the order of a layer's rows after a
-            flatten.
+        rows: as for `polyamp.port`, where the first batch does not show whether a dense layer takes flattened channels;
+            a note of the report says where that is.
         inputs: inputs of the models themselves, where layers are identified by name only (linen, haiku, functions);
             a list of two for one each.
         randomness: "off": dropout passes its input through. "shared": both sides drop the same elements.
@@ -109,13 +109,7 @@ def compare(
         for number, model in enumerate((model_a, model_b))
     )
     batches = _batch_sources(batch, ChannelOrderAdapter(one.inventory, two.inventory))
-    second, mappings = two.align_with(
-        one.inventory,
-        names,
-        rows=rows,
-        ours=lambda: one.layer_inputs(batches[0](0)),
-        batch=lambda: batches[1](0),
-    )
+    second, mappings = two.align_with(one.inventory, names, rows, lambda: one.first_pass(batches[0]), batches[1])
     first = one.align_as_first(second.alignments, mappings)
     if one.recipe is None and two.recipe is None:
         steps = 1

@@ -45,6 +45,7 @@ class FlattenTrace:
         questions: layers whose order is not known.
         traced: paths of the target's dense layers whose inputs are compared.
         adapt: function that moves an image's channels from the source's position to the target's.
+        is_flatten_only: whether only orders count that a flatten of a convolution's channels has.
 
     Attributes:
         orders: path of a target's layer -> its order, as far as it is known now.
@@ -59,6 +60,8 @@ class FlattenTrace:
         questions: Sequence[OrderQuestion],
         traced: Sequence[str],
         adapt: AdaptChannels,
+        *,
+        is_flatten_only: bool = False,
     ) -> None:
         self._pairs = {each.target.path: each for each in pairs}
         self._questions = questions
@@ -67,6 +70,7 @@ class FlattenTrace:
         self._columns = [each for each in questions if not each.rows]
         self._tried: set[str] = set()
         self._channels = _channel_numbers(source, target)
+        self._is_flatten_only, self._is_first = is_flatten_only, source.channels == "first"
         self.orders = dict(known)
         self._settled: set[tuple[str, bool]] = set()
         for each in questions:
@@ -95,12 +99,16 @@ class FlattenTrace:
             found = find_segments(
                 _flatten_samples(ours, self._length(path)), _flatten_samples(theirs, self._length(path)), self._channels
             )
-            if found is not None:
+            if found is not None and self._may_have(found):
                 self._settled.add((path, True))
                 self._set(path, ChannelOrder(found, (), _EVIDENCE), rows=True)
         for question in self._columns:
             self._update_columns(question, one, two)
         return self.orders != before
+
+    def _may_have(self, segments: Sequence[Segment]) -> bool:
+        counts = [each.major if self._is_first else each.minor for each in segments]
+        return not self._is_flatten_only or all(count in self._channels for count in counts)
 
     def _update_columns(self, question: OrderQuestion, one: Evaluation, two: Evaluation) -> None:
         """Settle the columns of a layer by what the layer after the reshape takes, or try the other order."""
@@ -109,9 +117,9 @@ class FlattenTrace:
             return
         ours = self._adapt(ours)
         is_whole = ours[0].size == self._features(question.path)
-        if _is_close(ours, theirs):
+        if is_close(ours, theirs):
             other = ours.reshape(len(ours), -1, question.channels).swapaxes(1, 2).reshape(ours.shape) if is_whole else 0
-            is_shown = not _is_close(ours, other, _APART) if is_whole else _agree(one, two, self._adapt)
+            is_shown = not is_close(ours, other, _APART) if is_whole else _agree(one, two, self._adapt)
             if is_shown:
                 self._settled.add((question.path, False))
         elif is_whole and question.guess is not None and question.path not in self._tried:
@@ -172,7 +180,7 @@ class FlattenTrace:
         return match.fit.source.shapes(match.source.arrays)["kernel"]
 
 
-def _is_close(ours: Any, theirs: Any, tolerance: float = _CLOSE) -> bool:
+def is_close(ours: Any, theirs: Any, tolerance: float = _CLOSE) -> bool:
     """Return whether arrays are the same numbers, as far as settings of layers before them are."""
     if np.shape(ours) != np.shape(theirs):
         return False
@@ -183,7 +191,7 @@ def _is_close(ours: Any, theirs: Any, tolerance: float = _CLOSE) -> bool:
 def _agree(one: Evaluation, two: Evaluation, adapt: AdaptChannels) -> bool:
     """Return whether both models return the same numbers."""
     pairs = zip(one.outputs, two.outputs, strict=False)
-    return len(one.outputs) == len(two.outputs) and all(_is_close(adapt(ours), theirs) for ours, theirs in pairs)
+    return len(one.outputs) == len(two.outputs) and all(is_close(adapt(ours), theirs) for ours, theirs in pairs)
 
 
 def _channel_numbers(*sides: Inventory) -> list[int]:

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 from polyamp.errors import PortError
 from polyamp.parity.execution.memory_mapped_arrays import ArrayLocation, ArrayStore, memory_map
+from polyamp.parity.execution.participant import FirstPass
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.states.training_state import ArrayMapping
 
 _REFERENCE_FILE: Final = "offer"
+_FIRST_INPUTS_FILE: Final = "first-inputs"
 _WEIGHTS_FILE: Final = "weights.bin"
 
 
@@ -56,16 +57,14 @@ def read_reference(folder: Path) -> Inventory:
     return inventory
 
 
-def write_layer_inputs(found: Evaluation, path: Path) -> None:
-    """Write what the first side's layers take."""
-    _write_pickle(path, found)
+def write_first_pass(found: FirstPass, folder: Path) -> None:
+    """Write what the first side's modules took in its first pass."""
+    _write_pickle(folder / _FIRST_INPUTS_FILE, found)
 
 
-def read_layer_inputs(path: Path) -> Evaluation | None:
-    """Read what the first side's layers take; None if it was not written."""
-    if not path.exists():
-        return None
-    found: Evaluation = _read_pickle(path)
+def read_first_pass(folder: Path) -> FirstPass:
+    """Read what the first side's modules took."""
+    found: FirstPass = _read_pickle(folder / _FIRST_INPUTS_FILE)
     return found
 
 

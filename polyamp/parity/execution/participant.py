@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.errors import ArgumentError, PortError, RecipeError, UnsupportedError
 from polyamp.parity.execution.default_loss import random_target_loss
-from polyamp.parity.execution.layer_inputs import find_row_orders, first_samples
+from polyamp.parity.execution.row_orders import MAX_SAMPLES, likeliest_orders, settle_orders
 from polyamp.parity.execution.trace_recorder import (
     BatchSource,
     EntrySink,
@@ -39,12 +39,13 @@ from polyamp.parity.trainers import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
 from polyamp.porting.layouts.converter import Evaluation, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.matching.flatten_order import ChannelOrder, Rows
+from polyamp.porting.matching.flatten_order import Rows
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port_errors import PARTIAL_PORT_HINT
 from polyamp.porting.states.training_state import ArrayMapping
-from polyamp.porting.transfer_plan import make_transfer_plan, new_leaf_values
+from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan, new_leaf_values
 from polyamp.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -54,6 +55,22 @@ if TYPE_CHECKING:
 
 
 _EVERY_LAYER: Final = "A comparison needs a partner for each of them: names={source: target} says which it is."
+
+
+class FirstPass(NamedTuple):
+    """What a side's modules took in its first pass.
+
+    Attributes:
+        evaluation: of the first samples; None if the pass failed.
+        failure: why there is none.
+    """
+
+    evaluation: Evaluation | None
+    failure: str = ""
+
+
+class _FirstPassError(Exception):
+    """A pass of the second side that failed."""
 
 
 class Participant:
@@ -136,6 +153,12 @@ class Participant:
         )
 
     @property
+    def may_flatten(self) -> bool:
+        """Whether a dense layer may take flattened channels."""
+        kinds = {form.kind for layer in self.inventory.layers for form in layer.forms}
+        return "dense" in kinds and any(find_kind(kind).is_convolution for kind in kinds)
+
+    @property
     def parameters(self) -> int:
         """Number of trained values."""
         leaves = (leaf for layer in self.inventory.layers for leaf in layer.leaves.values())
@@ -159,46 +182,22 @@ class Participant:
         ]
         return ParticipantAlignment(alignments, [*chosen.values(), *rest], None)
 
-    def layer_inputs(self, batch: Any, weights: Mapping[str, Lazy] | None = None) -> Evaluation:
-        """Return what each layer takes in one float32 pass, of a few samples.
-
-        Args:
-            batch: a batch, as `loss_fn` takes it.
-            weights: values in place of the model's own.
-        """
-        loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
-        inputs: dict[str, Array] = {}
-        phase = Phase(name=FLOAT32, pass_only=True)
-        if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
-            batch = batch[0]
-
-        def keep(path: str, what: str, array: Array, dtype: str) -> None:
-            if what == "input":
-                inputs.setdefault(path, array)
-
-        with self._observer.model_copy(self.model, inference=self._loss_fn is None) as working:
-            model = self._fill_weights(working, ParticipantAlignment([], [], weights), phase)
-            with self._observer.disable_dropout(model, None):
-                trainer, _ = self._trainer(model, phase, loss_fn)
-                self._observer.capture_pass(trainer.state, loss_fn, batch, keep)
-        return first_samples(Evaluation([], {}, {}, inputs))
-
     def align_with(
         self,
         source: Inventory,
-        names: Mapping[str, str] | None = None,
-        *,
-        rows: Rows | None = None,
-        ours: Callable[[], Evaluation | None] = lambda: None,
-        batch: Callable[[], Any] | None = None,
+        names: Mapping[str, str] | None,
+        rows: Rows | None,
+        first_pass: Callable[[], FirstPass],
+        batches: BatchSource,
     ) -> tuple[ParticipantAlignment, list[ArrayMapping]]:
         """Align this side with the first one.
 
         Args:
-            source: layers of the first side.
-            names, rows: as for `polyamp.port`.
-            ours: returns what the first side's layers take, if that is known.
-            batch: returns this side's part of the same batch.
+            source: the first side's layers.
+            names: as for `polyamp.port`.
+            rows: as for `polyamp.port`.
+            first_pass: returns the first side's; called if the order of a layer's rows is not known.
+            batches: number of a step -> this side's batch.
 
         Returns:
             Its alignment, and the mappings of the first side's arrays.
@@ -210,17 +209,64 @@ class Participant:
             plan = make_transfer_plan(source, self.inventory, names, strict=True, rows=rows)
         except PortError as error:
             raise PortError(str(error).replace(PARTIAL_PORT_HINT, _EVERY_LAYER).rstrip()) from error.__cause__
-
-        def run(orders: Mapping[str, ChannelOrder]) -> Evaluation:
-            made, _ = new_leaf_values(plan._replace(channel_orders=orders), self.inventory, strict=False)
-            return Evaluation([], {}, {}) if batch is None else self.layer_inputs(batch(), made)
-
-        plan, notes = find_row_orders(plan, source, self.inventory, ours, run)
+        notes: list[str] = []
+        if plan.questions:
+            plan, notes = self._settle_orders(plan, source, first_pass(), batches)
         weights, _ = new_leaf_values(plan, self.inventory, strict=False)
         mappings = array_mappings(plan)
-        found = align(plan)
-        found = msgspec.structs.replace(found, notes=[*found.notes, *notes])
-        return ParticipantAlignment([found], mappings.second, weights), mappings.first
+        alignment = align(plan)
+        alignment = msgspec.structs.replace(alignment, notes=[*alignment.notes, *notes])
+        return ParticipantAlignment([alignment], mappings.second, weights), mappings.first
+
+    def _settle_orders(
+        self, plan: TransferPlan, source: Inventory, one: FirstPass, batches: BatchSource
+    ) -> tuple[TransferPlan, list[str]]:
+        """Return the plan with the orders of rows that a pass of both sides shows, and notes on the others."""
+
+        def run(tried: TransferPlan) -> Evaluation:
+            found = self.first_pass(batches, new_leaf_values(tried, self.inventory, strict=False)[0])
+            if found.evaluation is None:
+                raise _FirstPassError(found.failure)
+            return found.evaluation
+
+        if one.evaluation is None:
+            return likeliest_orders(plan, one.failure)
+        try:
+            return settle_orders(plan, source, self.inventory, one.evaluation, run)
+        except _FirstPassError as failure:
+            return likeliest_orders(plan, str(failure))
+
+    def first_pass(self, batches: BatchSource, weights: Mapping[str, Lazy] | None = None) -> FirstPass:
+        """Run a float32 pass of a copy on the first batch, and return what its modules took, and what it returned.
+
+        An error becomes a reason: the comparison's own passes raise it again, with their phase and step.
+
+        Args:
+            batches: number of a step -> batch.
+            weights: its values by its own names; None for those that it has.
+        """
+        inputs: dict[str, Array] = {}
+        outputs: list[Array] = []
+
+        def on_capture(path: str, what: str, array: Array, dtype: str) -> None:
+            if what == "input":
+                inputs.setdefault(path, array[:MAX_SAMPLES])
+            elif what == "output" and not path and array.ndim:
+                outputs.append(array[:MAX_SAMPLES])
+
+        try:
+            batch = batches(0)
+            if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
+                batch = batch[0]
+            loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
+            with self._observer.model_copy(self.model, inference=self._loss_fn is None) as working:
+                model = working if weights is None else self._converter.fill(working, weights)
+                with self._observer.disable_dropout(model, None):
+                    trainer, _ = self._trainer(model, Phase(name=FLOAT32, pass_only=True), loss_fn)
+                    self._observer.capture_pass(trainer.state, loss_fn, batch, on_capture)
+        except Exception as error:  # noqa: BLE001  # whatever the user's code raises, training raises it again
+            return FirstPass(None, f"{self.label}'s pass fails: {str(error).partition(chr(10))[0]}")
+        return FirstPass(Evaluation(outputs, {}, {}, inputs))
 
     def record(
         self,

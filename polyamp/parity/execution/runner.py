@@ -69,7 +69,8 @@ def run(
             framework's own optimizer; or an `OwnLoop`. None: one forward and backward pass in float32.
         steps: number of training steps.
         names: as for `polyamp.port`, where layers cannot be matched by name; by label where sides differ.
-        rows: as for `polyamp.compare`.
+        rows: as for `polyamp.port`, for every side after the first, where the first batch does not show whether a dense
+            layer takes flattened channels; a note of the report says where that is.
         inputs: inputs of the models themselves, or a function that returns them, for all or by label, where layers are
             identified by name only (linen, haiku, functions).
         randomness: "off": dropout passes its input through. "shared": all sides drop the same elements.

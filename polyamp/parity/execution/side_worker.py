@@ -23,7 +23,6 @@ from polyamp.errors import BackendNotInstalledError, PolyampError
 from polyamp.parity.execution import exchange_files, worker_messages
 from polyamp.parity.execution.batch_checks import RepeatCheck
 from polyamp.parity.execution.function_ref import FunctionRef, add_import_paths
-from polyamp.parity.execution.layer_inputs import may_flatten
 from polyamp.parity.execution.memory_mapped_arrays import BatchTree, load_batch
 from polyamp.parity.execution.participant import Participant
 from polyamp.parity.execution.trace_recorder import ParticipantAlignment, side_batch
@@ -170,8 +169,9 @@ class ParticipantWorker(SideWorker[SideJob]):
         if job.number == 0:
             self.activity = "while its weights were written"
             exchange_files.write_reference(participant.inventory, folder)
-            if may_flatten(participant.inventory):
-                exchange_files.write_layer_inputs(participant.layer_inputs(batches.first()), Path(job.layer_inputs))
+            if participant.may_flatten:
+                self.activity = "while it ran its first pass"
+                exchange_files.write_first_pass(participant.first_pass(batches.without_progress), folder)
             self.emit(worker_messages.SideReadyEvent(side=job.side))
         else:
             self.activity = "while it was matched with the first side"
@@ -180,9 +180,9 @@ class ParticipantWorker(SideWorker[SideJob]):
             alignment, mappings = participant.align_with(
                 source,
                 job.names,
-                rows=job.rows,  # type: ignore[arg-type]  # as the message has it; checked there
-                ours=lambda: exchange_files.read_layer_inputs(Path(job.layer_inputs)),
-                batch=batches.first,
+                job.rows,
+                lambda: exchange_files.read_first_pass(folder),
+                batches.without_progress,
             )
             exchange_files.write_alignment(alignment.alignments[0], mappings, Path(job.alignment_file(job.number)))
             self.emit(worker_messages.SideReadyEvent(side=job.side, alignment=alignment.alignments[0]))
@@ -244,19 +244,19 @@ class _JobBatches:
 
     def __call__(self, step: int) -> Any:
         self._report_step(step)
-        return self._batch(step)
+        batch = self._batch(step)
+        if self._batch_function is not None:
+            self._check_batch(step, batch)
+        return side_batch(batch, self.adapter)
 
-    def first(self) -> Any:
-        """Return the first batch, outside of a step."""
-        return self._batch(0)
+    def without_progress(self, step: int) -> Any:
+        """Return a batch before training begins."""
+        return side_batch(self._batch(step), self.adapter)
 
     def _batch(self, step: int) -> Any:
         if self._batch_function is not None:
-            batch = self._batch_function(step)
-            self._check_batch(step, batch)
-        else:
-            batch = load_batch(self._arrays, self._trees[step % len(self._trees)])
-        return side_batch(batch, self.adapter)
+            return self._batch_function(step)
+        return load_batch(self._arrays, self._trees[step % len(self._trees)])
 
 
 def _load_recipe(recipe: str | FunctionRef | OwnLoopSpec | None) -> Any:

@@ -141,6 +141,9 @@ class TraceRecorder:
         )
         self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
         self._flatten_dense_layers = {path for each in alignment.alignments for path in each.reordered}
+        self._column_orders = {
+            each.path: each.order for each in alignment.mappings if each.order is not None and each.order.columns
+        }
         self.operations: list[Any] = []
         self.step_number = 0
         self.hidden_reason = ""
@@ -200,6 +203,8 @@ class TraceRecorder:
         ):
             return
         common = _channels_last(array, self._rank)
+        if module in self._column_orders:  # a dense layer before a reshape
+            common = self._column_orders[module].restore_output(common)
         if what == "output" and name in self._own_activations:
             self._record_array(step, stage, module + mark + count, BEFORE_ACTIVATION, "", common, dtype, path)
             activated = apply_activation(self._own_activations[name], common)

@@ -53,7 +53,8 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
         data: the function of a step's number, or the batches.
         inputs: inputs of the model; None for none.
         steps: training steps.
-        names, rows: as for `polyamp.port`.
+        names: as for `polyamp.port`.
+        rows: as for `polyamp.port`.
         randomness: "off" or "shared".
         options: `{"init": {...}, "step": {...}}`.
     """
@@ -69,7 +70,7 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
     inputs: FunctionRef | BatchTree | None
     steps: int
     names: dict[str, str] | None
-    rows: dict[str, str | None] | None
+    rows: dict[str, Literal["channels"] | None] | None
     randomness: str
     options: dict[str, dict[str, Any]]
 
@@ -77,11 +78,6 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
     def arrays(self) -> str:
         """Path of the file of stored arrays."""
         return f"{self.folder}/data.bin"
-
-    @property
-    def layer_inputs(self) -> str:
-        """Path of the file with what the first side's layers take; it exists if that may be needed."""
-        return f"{self.folder}/inputs"
 
     def alignment_file(self, number: int) -> str:
         """Return the path of the file with a side's alignment with the first side."""

@@ -72,6 +72,10 @@ class ChannelOrder:
                 made[name] = _reorder(made[name], axis, segments, back)
         return made
 
+    def restore_output(self, array: Array) -> Array:
+        """Return what the target's layer returns, with the features on the last axis, in the source's order."""
+        return np.asarray(_reorder(Lazy.of(array), array.ndim - 1, self.columns, True).read())
+
     def describe(self) -> str:
         """Return what it does, for a report."""
         parts = []

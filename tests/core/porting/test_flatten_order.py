@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from polyamp.errors import PortError
-from polyamp.parity.execution.layer_inputs import find_row_orders
 from polyamp.porting.flatten_trace import find_segments
-from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.input_order import InputOrder, InputOrderRecorder
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
@@ -211,31 +209,6 @@ def test_s30_values_that_fit_several_orders_show_none() -> None:
     assert find_segments(np.full((4, 24), np.nan), np.full((4, 24), np.nan)) is None
     assert find_segments(np.ones((4, 24)), np.ones((4, 12))) is None
     assert find_segments(np.ones((0, 24)), np.ones((0, 24))) is None
-
-
-@pytest.mark.parametrize(("case", "segments"), [("flattened", (Segment(0, 4, 6),)), ("plain", ()), ("unlike", ())])
-def test_s30_parity_takes_the_order_that_a_pass_shows(case: str, segments: tuple[Segment, ...]) -> None:
-    """A comparison has to begin with models that differ: then the nearer order, and a note that says so."""
-    plan, rng = make_transfer_plan(*(sides := first_and_last(HEADS)), None, strict=True), np.random.default_rng(0)
-    values = rng.standard_normal((3, 24)).astype(np.float32)
-    theirs = values[:, np.arange(24).reshape(4, 6).T.reshape(-1)] if case == "flattened" else values
-    theirs = theirs + 0.5 * rng.standard_normal((3, 24)) if case == "unlike" else theirs
-    runs: list[dict[str, Any]] = []
-
-    def run(orders: Any) -> Evaluation:
-        runs.append(dict(orders))
-        return Evaluation([], {}, {}, {"mu": theirs, "logvar": theirs})
-
-    ours = Evaluation([], {}, {}, {"mu": values, "logvar": values})
-    found, notes = find_row_orders(plan, *sides, lambda: ours, run)
-    assert {path: order.rows for path, order in found.channel_orders.items()} == (
-        {"mu": segments, "logvar": segments} if segments else {}
-    )
-    assert found.questions == ()
-    assert len(runs) <= 3
-    assert len(notes) == (2 if case == "unlike" else 0)
-    if notes:
-        assert "compared in the first side's; rows= says it" in notes[0]
 
 
 def proven(ours: dict[str, InputOrder], theirs: dict[str, InputOrder], text: str) -> TransferPlan:
