@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from polyamp.contract import registry
 from polyamp.errors import ArgumentError, describe_value
-from polyamp.porting.states.training_side import Training, is_training_side
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.states.training_side import Training, is_training_side, make_training_side
 from polyamp.recipe.optimizers import sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
 from polyamp.results import LossFunction
 from polyamp.train.step import init, train_step
+
+SCALE: Final = "loss_scale/scale"
+"""Name of the loss scale among a training's arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,26 +123,48 @@ class LoopTrainer:
     Args:
         model: a copy of the side's model.
         loop: the loop.
-        recipe: recipe with which its passes are recorded in the phase.
+        recipe: recipe with which its passes are recorded in the phase, under the loop's own loss scale.
         options: `{"init": {...}, "step": {...}}`.
+        inventory: layers of the model.
     """
 
-    def __init__(self, model: Any, loop: OwnLoop, recipe: Recipe, options: Mapping[str, Mapping[str, Any]]) -> None:
-        self._loop, self._recipe, self._options = loop, recipe, options
+    def __init__(
+        self,
+        model: Any,
+        loop: OwnLoop,
+        recipe: Recipe,
+        options: Mapping[str, Mapping[str, Any]],
+        inventory: Inventory,
+    ) -> None:
+        self._loop, self._recipe, self._options, self._inventory = loop, recipe, options, inventory
         self.training = loop.begin(model)
         if not isinstance(self.training, Training):
             raise ArgumentError(
                 "OwnLoop(begin, step): begin(model) must return polyamp.porting.training(model, optimizer, scaler). "
                 f"Received: {describe_value(self.training)}."
             )
-        self._pass_state: tuple[Any, Any] = (None, None)
+        self._pass_state: tuple[Any, LossScaler | None, Any] = (None, None, None)
 
     @property
     def state(self) -> Any:
-        model = self.training.model
-        if self._pass_state[0] is not model:
-            self._pass_state = (model, init(model, self._recipe, **self._options["init"]))
-        return self._pass_state[1]
+        model, scaler = self.training.model, self._scaler()
+        if self._pass_state[0] is not model or self._pass_state[1] != scaler:
+            recipe = self._recipe.replace(scaler=scaler)
+            self._pass_state = (model, scaler, init(model, recipe, **self._options["init"]))
+        return self._pass_state[2]
+
+    def _scaler(self) -> LossScaler:
+        """Return a scaler with the loop's current scale: another scale overflows elsewhere."""
+        scaler = self._recipe.loss_scaler
+        if not scaler.scales:
+            return scaler
+        scale = make_training_side(self.training, target=False, inventory=self._inventory).arrays.get(SCALE)
+        value = scaler.init_scale if scale is None else float(scale)
+        if not 0.0 < value < math.inf:
+            return scaler
+        return LossScaler(
+            init_scale=value, min_scale=min(value, scaler.min_scale), max_scale=max(value, scaler.max_scale)
+        )
 
     def step(self, batch: Any) -> Mapping[str, float]:
         made = self._loop.step(self.training, batch)

@@ -349,7 +349,7 @@ class Participant:
         if isinstance(self._recipe_argument, OwnLoop):
             recipe = phase_recipe(self.recipe, phase)
             if phase.name == POLICY or not self._recipe_argument.recipe.policy.is_mixed:
-                return LoopTrainer(model, self._recipe_argument, recipe, self._options), True
+                return LoopTrainer(model, self._recipe_argument, recipe, self._options, self.inventory), True
             return RecipeTrainer(model, recipe, loss_fn, self._options), False
         recipe = phase_recipe(resolve_recipe(self._recipe_argument, model), phase)
         return RecipeTrainer(model, recipe, loss_fn, self._options), self.recipe is not None

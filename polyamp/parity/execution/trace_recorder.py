@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from polyamp.parity.trace.observer import DropoutCount, Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
-from polyamp.parity.trainers import Trainer
+from polyamp.parity.trainers import SCALE, Trainer
 from polyamp.parity.verdict.alignment import Alignment, nearest_module
 from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.porting.layouts.activations import apply_activation
@@ -229,8 +229,8 @@ class TraceRecorder:
         with self._measure_overhead():
             own = state_side(training, target=False, inventory=self._inventory)
             if step and isinstance(training, Training):
-                if "loss_scale/scale" in own.arrays:
-                    self._record_number(step, "step", "scale", float(own.arrays["loss_scale/scale"]))
+                if SCALE in own.arrays:
+                    self._record_number(step, "step", "scale", float(own.arrays[SCALE]))
                 if training.step is None and own.step is not None:  # else it still has the initial value
                     self._record_number(step, "step", "applied", float(own.step))
             for mapping in self._mappings:

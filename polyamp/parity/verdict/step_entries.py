@@ -72,8 +72,18 @@ def is_downstream_of_output(entry: Entry) -> bool:
 
 
 def has_overflow(ours: StepEntries, theirs: StepEntries) -> bool:
-    """Return whether the gradients of this step are non-finite on both sides."""
-    found = [
+    """Return whether the gradients of this step are non-finite on both sides.
+
+    A user's loop reports no norm: its recorded gradients are looked at, where the other side reports one.
+    """
+    norms = [
         [e.number for e in step.values() if e.what == "grad_norm" and e.number is not None] for step in (ours, theirs)
     ]
-    return all(found) and not any(math.isfinite(number) for each in found for number in each)
+    return any(norms) and all(
+        not any(map(math.isfinite, found)) if found else _has_nonfinite_gradient(step)
+        for found, step in zip(norms, (ours, theirs), strict=True)
+    )
+
+
+def _has_nonfinite_gradient(step: StepEntries) -> bool:
+    return any(e.what == "gradient" and e.sketch is not None and e.sketch.nonfinite for e in step.values())

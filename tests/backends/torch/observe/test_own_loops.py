@@ -77,3 +77,43 @@ def test_another_decay_or_rate_is_found(model: nn.Module, make: Any, why: str) -
     assert first is not None
     assert (first.phase, first.step, first.stage, first.what) == ("mixed_bfloat16", 1, "update", "parameter")
     assert any(why in said for said in first.evidence), first.evidence
+
+
+def scaled_loop(*, skips: bool = True) -> polyamp.parity.OwnLoop:
+    """A loop in float16 whose first scale overflows."""
+
+    def begin(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        return polyamp.porting.training(model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**24))
+
+    def step(training: Any, batch: Any) -> Any:
+        training.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_fn(training.model, {name: torch.from_numpy(array) for name, array in batch.items()})
+        training.scaler.scale(loss).backward()
+        training.scaler.unscale_(training.optimizer)
+        if skips:
+            training.scaler.step(training.optimizer)
+        else:
+            training.optimizer.step()
+        training.scaler.update()
+        return training, loss.detach()
+
+    return polyamp.parity.OwnLoop(begin, step, policy="mixed_float16")
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_an_overflow_of_a_loop_is_judged_by_what_the_step_does(model: nn.Module, skips: bool) -> None:
+    """The loop's passes are recorded under its own scale, so that gradients overflow on both sides or on none."""
+    recipe = polyamp.Recipe(
+        policy="mixed_float16", optimizer=polyamp.sgd(RATE), scaler=polyamp.LossScaler(init_scale=2.0**24)
+    )
+    report = polyamp.compare(model, model, batches, loss_fn, (recipe, scaled_loop(skips=skips)), steps=2)
+
+    if skips:
+        assert report.agrees, str(report)
+        scales = [row for row in report.comparisons[0].rows if row.what == "scale"]
+        assert [row.phase for row in scales] == ["mixed_float16"]
+    else:
+        assert report.first is not None
+        assert (report.first.step, report.first.stage, report.first.what) == (1, "update", "parameter")
