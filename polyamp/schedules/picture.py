@@ -31,6 +31,8 @@ def rate_lines(rates: Any) -> dict[str, ScheduleBase]:
     found = {"learning rate": _schedule(rate)}
     for group in getattr(spec, "groups", ()):
         selection = ", ".join([*_listed(group.paths), *_listed(group.kind or ())])
+        if group.trainable_after:
+            selection += f", trained after {group.trainable_after} updates"
         if group.learning_rate is not None:
             found[selection] = _schedule(group.learning_rate)
         elif group.learning_rate_scale is not None:

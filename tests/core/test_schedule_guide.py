@@ -44,19 +44,23 @@ def test_the_libraries_named_are_those_that_like_knows() -> None:
 
 def test_a_picture_has_a_line_for_each_group_with_a_rate_of_its_own(tmp_path: Path) -> None:
     groups = (
-        polyamp.Group("encoder/**", learning_rate_scale=0.1),
+        polyamp.Group("encoder/**", learning_rate_scale=0.1, trainable_after=3),
         polyamp.Group(kind=("bias", "norm"), learning_rate=0.5),
         polyamp.Group("head/**", weight_decay=0.0),
     )
     recipe = polyamp.Recipe(optimizer=polyamp.adamw(schedules.cosine(1.0, 10), groups=groups))
     assert {label: line(5) for label, line in rate_lines(recipe).items()} == {
         "learning rate": 0.5,
-        "encoder/**": 0.05,
+        "encoder/**, trained after 3 updates": 0.05,
         "bias, norm": 0.5,
     }
     figure = schedules.plot(recipe, 10, tmp_path / "rates.png")
     (axes,) = figure.axes
-    assert [line.get_label() for line in axes.lines] == ["learning rate", "encoder/**", "bias, norm"]
+    assert [line.get_label() for line in axes.lines] == [
+        "learning rate",
+        "encoder/**, trained after 3 updates",
+        "bias, norm",
+    ]
     assert list(axes.lines[0].get_ydata()) == [schedules.cosine(1.0, 10)(count) for count in range(11)]
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 

@@ -130,7 +130,8 @@ def update_parameters(
         grads: float32 gradients like the parameters, None for a parameter without one.
         opt_state: the optimizer's state.
         params: the parameters, in their own dtypes, including the writes of the forward pass (S12).
-        even: True if no parameter that has a gradient is known to have missed an update. All then share one count.
+        even: True if no parameter that has a gradient is known to have missed an update, except those that `trains`
+            has an entry for. All others then share one count.
         finite: whether the update is applied, boolean scalar; None: it is (S12).
         extra: extra arguments available to a native transformation.
         skipped: the parameters to return if the update is skipped; None: `params`.
@@ -251,7 +252,8 @@ class _Formula(NamedTuple):
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # dtype of rates and counts: the masters' (S1)
         count = state.count if wide == jnp.float32 else state.count.astype(wide)  # an integer count gives float32 rates
         rates = {spec: spec.rate(count, XP) for spec in dict.fromkeys(specs)}
-        numbers = self._numbers(state, specs, rates, wide, even=even)
+        waits = [flag is not finite for flag in flags]
+        numbers = self._numbers(state, specs, rates, wide, shared=[even and not wait for wait in waits])
         made: list[Any] = []
         slots: dict[str, list[Any]] = {slot: [] for slot in names}
         columns = [jax.tree.leaves(state.slots[slot]) for slot in names]
@@ -264,7 +266,6 @@ class _Formula(NamedTuple):
                 slots[slot].append(own[slot])
         structure = jax.tree.structure(params)
         missed = state.missed
-        waits = [flag is not finite for flag in flags]
         if not all(given) or any(waits):
             took: Any = np.asarray(given)
             if any(waits):
@@ -286,20 +287,24 @@ class _Formula(NamedTuple):
         rates: dict[OptimizerSpec, Any],
         wide: Any,
         *,
-        even: bool,
+        shared: Sequence[bool],
     ) -> list[Any]:
-        """Return the `count` argument of `spec.update` for each parameter.
+        """Return the `count` argument of `spec.update` for each parameter: the state's where it is `shared`.
 
         With a shared count, tensors of equal shape have equal programs, which XLA compiles once: 200 tensors compile
         several times faster than with separate counts.
         """
-        if even:
-            return [(state.count + 1).astype(wide)] * len(specs)
+        count = (state.count + 1).astype(wide)
+        if all(shared):
+            return [count] * len(specs)
         taken = (state.count + 1 - state.missed).astype(wide)
         # materialized before indexing; otherwise each tensor's loop would compute them again
         columns = materialize([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
         own = dict(zip(rates, columns, strict=True))
-        return [{name: column[n] for name, column in own[spec].items()} for n, spec in enumerate(specs)]
+        return [
+            count if together else {name: column[n] for name, column in own[spec].items()}
+            for n, (spec, together) in enumerate(zip(specs, shared, strict=True))
+        ]
 
 
 def _initial_slot(spec: OptimizerSpec, slot: str, leaf: Any) -> Any:

@@ -71,8 +71,9 @@ def _commit_update(
     extra = OptaxExtraArguments(grads.loss, values)
     values = jax.tree.map(clip.clip_transformation(recipe.clip, norm, XP), values)
     idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
-    late = bool(state.groups.starts)
-    even = not late and state.lagging is not None and state.lagging <= idle
+    trains = _trains_now(state) if state.groups.starts else None
+    late = frozenset(n for n, own in enumerate(trains or ()) if own is not None)
+    even = state.lagging is not None and state.lagging <= idle | late
     params, opt_state = update_parameters(
         state.setup.optimizer,
         values,
@@ -82,7 +83,7 @@ def _commit_update(
         finite=decision.finite,
         extra=extra,
         skipped=state.params,
-        trains=_trains_now(state) if late else None,
+        trains=trains,
     )
     statistics = select_if_finite(decision.finite, running.statistics, state.running.statistics)
     made = dataclasses.replace(
