@@ -118,11 +118,6 @@ class DialectBlock:
         self.values = dict(_flat_items(_plain_mapping(block, table.library), table, ""))
         self._report = DialectReport(table.library, {}, {}, {}, {}, {}, {})
         for key, value in self.values.items():
-            if value == "auto":
-                raise RecipeError(
-                    f"{table.library}: {key!r} is 'auto', which another library fills in. Write its number, or leave "
-                    "the key out."
-                )
             self._enter(key, value)
 
     def _enter(self, key: str, value: Any) -> None:
@@ -148,6 +143,11 @@ class DialectBlock:
     def read(self, key: str, part: str) -> Any:
         """Return a key's value, or the library's default, and report the part of the recipe that it becomes."""
         value = self.values.get(key, self.table.defaults[key])
+        if value == "auto":
+            raise RecipeError(
+                f"{self.table.library}: {key!r} is 'auto', which another library fills in. Write its value, or leave "
+                "the key out."
+            )
         place = self._report.mapped if key in self.values else self._report.defaults
         place[key] = f"{part}: {value!r}"
         return value

@@ -150,6 +150,15 @@ def test_impossible_deepspeed_blocks(block: Any, error: type[Exception], message
         read("deepspeed", block)
 
 
+def test_auto_is_an_error_only_where_it_is_read() -> None:
+    block: dict[str, Any] = {"optimizer": {"type": "Adam"}, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    assert read("deepspeed", block | {"scheduler": {"params": {"warmup_min_lr": "auto"}}}).optimizer == polyamp.adamw(
+        weight_decay=0.0
+    )
+    with pytest.raises(RecipeError, match=r"'optimizer\.params\.lr' is 'auto', which another library fills in"):
+        read("deepspeed", {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}})
+
+
 def test_an_unknown_dialect() -> None:
     with pytest.raises(
         RecipeError, match=r"must be one of transformers, timm, deepspeed, torchtitan.*Did you mean 'timm'"
