@@ -80,12 +80,15 @@ class JaxLosses:
     def diagonal(self, values: Any) -> Any:
         return jnp.diagonal(values)
 
-    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
-        def padding(length: int, lengths: Any) -> Any:
-            return (jnp.arange(length)[None, :] >= lengths[:, None]).astype(jnp.float32)
+    def positions(self, values: Any, axis: int) -> Any:
+        return jnp.arange(values.shape[axis], dtype=jnp.float32)
 
-        pads = padding(logits.shape[1], logit_lengths), padding(labels.shape[1], label_lengths)
-        return optax.ctc_loss(logits, pads[0], labels, pads[1], blank_id=blank)
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        beyond = [
+            (self.positions(values, 1)[None] >= lengths[:, None]).astype(jnp.float32)
+            for values, lengths in ((logits, logit_lengths), (labels, label_lengths))
+        ]
+        return optax.ctc_loss(logits, beyond[0], labels, beyond[1], blank_id=blank)
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else dtype

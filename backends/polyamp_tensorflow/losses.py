@@ -70,15 +70,13 @@ class TensorFlowLosses:
     def diagonal(self, values: Any) -> Any:
         return tf.linalg.diag_part(values)
 
+    def positions(self, values: Any, axis: int) -> Any:
+        return tf.range(tf.cast(tf.shape(values)[axis], tf.float32), dtype=tf.float32)
+
     def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
-        return tf.nn.ctc_loss(
-            tf.cast(labels, tf.int32),
-            logits,
-            tf.cast(label_lengths, tf.int32),
-            tf.cast(logit_lengths, tf.int32),
-            logits_time_major=False,
-            blank_index=blank,
-        )
+        frames, counts = tf.cast(logit_lengths, tf.int32), tf.cast(label_lengths, tf.int32)
+        rows = tf.cast(labels, tf.int32)
+        return tf.nn.ctc_loss(rows, logits, counts, frames, logits_time_major=False, blank_index=blank)
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else dtype

@@ -83,6 +83,16 @@ class TorchLosses:
     def diagonal(self, values: torch.Tensor) -> torch.Tensor:
         return values.diagonal()
 
+    def positions(self, values: torch.Tensor, axis: int) -> torch.Tensor:
+        return torch.arange(values.shape[axis], device=values.device, dtype=torch.float32)
+
+    def ctc(
+        self, logits: torch.Tensor, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int
+    ) -> torch.Tensor:
+        rows = functional.log_softmax(logits, -1).transpose(0, 1)
+        frames, counts = logit_lengths.long(), label_lengths.long()
+        return functional.ctc_loss(rows, labels, frames, counts, blank=blank, reduction="none")
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: str | None) -> Any:
         # cast here, not by autocast, whose cache of casts would sum the weight's gradients over chunks in 16 bits
         kind = x.device.type
@@ -102,17 +112,6 @@ class TorchLosses:
         return torch.cat(
             [checkpoint(function, *part, *wide, use_reentrant=False, preserve_rng_state=False) for part in parts], axis
         )
-
-    def ctc(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        logit_lengths: torch.Tensor,
-        label_lengths: torch.Tensor,
-        blank: int,
-    ) -> torch.Tensor:
-        rows = functional.log_softmax(logits, -1).transpose(0, 1)
-        return functional.ctc_loss(rows, labels, logit_lengths, label_lengths, blank, "none")
 
     def where(self, condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):

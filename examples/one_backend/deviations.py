@@ -8,11 +8,6 @@ DEVIATIONS = [
     ("mlx", "s03_the_policy_that_loss_fn_puts_around_something_decides_for_it[cast", "refused in mode='cast'"),
     ("mlx", "s12_what_the_forward_pass_writes", "a write to a parameter is refused"),
     ("mlx", "s12_a_skipped_step_takes_back", "a write to a parameter is refused"),
-    *(
-        ("mlx", f"s24_further_losses_have_their_formulas_and_gradients[{policy}-ctc]", "MLX has no CTC loss")
-        for policy in ("float32-3e-06", "bfloat16-0.008")
-    ),
-    ("mlx", "s24_ctc_of_labels", "MLX has no CTC loss"),
     ("mlx", "s34", "it keeps no averages of parameters"),
     ("mlx", "s01_float64", "MLX computes float64 on the CPU alone, and this backend has no such block"),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,14 +55,6 @@ def contrastive(x: Array, y: Array, log_scale: Any, *, normalize: bool = True) -
     return -0.5 * (np.diag(log_softmax(logits)) + np.diag(log_softmax(logits.T)))
 
 
-def alignment(x: Array, labels: list[int], steps: int = 6, blank: int = 0) -> Any:
-    """The loss of one sequence: every path is looked at."""
-    paths = np.array(list(itertools.product(range(4), repeat=steps)))
-    kept = [path for path in paths if [key for key, _ in itertools.groupby(path.tolist()) if key != blank] == labels]
-    logs = log_softmax(x[:steps])[np.arange(steps), np.array(kept)].sum(1)
-    return -np.logaddexp.reduce(logs)
-
-
 CASES: Final[dict[str, tuple[Any, Any]]] = {
     "focal": (
         lambda x, y, s: polyamp.losses.sigmoid_focal(x, HARD) + polyamp.losses.sigmoid_focal(y, SOFT, gamma=0.5),
@@ -88,20 +79,6 @@ CASES: Final[dict[str, tuple[Any, Any]]] = {
     "contrastive sum": (
         lambda x, y, s: polyamp.losses.contrastive(x, y, 0.1, normalize=False, reduction="sum"),
         lambda x, y, s: contrastive(x, y, 0.1, normalize=False).sum(),
-    ),
-    "ctc": (
-        lambda x, y, s: (
-            polyamp.losses.ctc(x[None], np.array([[3, 3, 1]]))
-            + polyamp.losses.ctc(
-                y[None],
-                np.array([[2, 0, -1]]),
-                logit_lengths=np.array([5]),
-                label_lengths=np.array([2]),
-                blank=3,
-                reduction="sum",
-            )
-        ),
-        lambda x, y, s: alignment(x, [3, 3, 1]) / 3 + alignment(y, [2, 0], 5, blank=3),
     ),
 }
 """Name -> the loss of three arrays of the framework, and its formula in float64."""
@@ -190,48 +167,3 @@ def test_s24_a_contrastive_loss_takes_a_row_of_zeros_and_keeps_small_losses(back
 def test_s24_further_losses_refuse_what_does_not_fit(harness: Harness, call: Any, message: str) -> None:
     with pytest.raises(LossError, match=message):
         call(harness.array(X))
-
-
-@pytest.mark.parametrize("zero_infinity", [False, True])
-def test_s24_ctc_of_labels_that_do_not_fit(backend: Backend, harness: Harness, zero_infinity: bool) -> None:
-    """Six steps hold three equal labels, and not four: infinity and a skipped step, or nothing of that sequence."""
-    fitting, longer = np.array([[1, 2, -1, -1]]), np.array([[2, 2, 2, 2]])
-
-    def loss_fn(model: Any, batch: Any) -> Any:
-        x, y = model(batch)
-        one = polyamp.losses.ctc(x[None], fitting, label_lengths=np.array([2]), reduction="none")
-        other = polyamp.losses.ctc(y[None], longer, zero_infinity=zero_infinity, reduction="none")
-        assert tuple(one.shape) == tuple(other.shape) == (1,)
-        return one[0] + other[0]
-
-    made = recipe(polyamp.Policy("float32"), scaler=polyamp.LossScaler(init_scale=1.0))
-    state = polyamp.init(harness.branches([DenseWeights(k, np.zeros(4, "f4")) for k in (X, Y)]), made)
-    _, gradients = polyamp.value_and_grad(loss_fn)(state, np.eye(6, dtype="f4"))
-    slopes = [backend.to_numpy(slope) for _, slope in backend.named_gradients(gradients)]
-    _, result = polyamp.train_step(loss_fn, made)(state, np.eye(6, dtype="f4"))
-    if zero_infinity:
-        wide = X.astype(np.float64)
-        assert to_float(backend, result.loss) == pytest.approx(alignment(wide, [1, 2]), rel=1e-5)
-        norms = sorted(float(np.linalg.norm(slope)) for slope in slopes if 6 in slope.shape)
-        assert norms == pytest.approx(
-            [0.0, np.linalg.norm(numeric_gradient(lambda x: alignment(x, [1, 2]), wide))], abs=1e-4
-        )
-    else:
-        assert to_float(backend, result.loss) == math.inf
-        assert bool(backend.to_numpy(result.skipped))
-
-
-def test_s24_ctc_refuses_what_it_would_misread(harness: Harness) -> None:
-    x = harness.array(np.zeros((2, 6, 4), "f4"))
-    good = np.array([[1, 2], [3, 1]])
-    for labels, options, message in (
-        (good[0], {}, r"logits of shape \(sequences, steps, classes\) and integer labels.*steps first"),
-        (good.astype("f4"), {}, r"integer labels of shape"),
-        (good, {"blank": 4}, r"blank must be one of the 4 classes\. Received: blank=4"),
-        (good, {"blank": 1}, r"classes from 0 to 3 without the blank, 1\. Received: 1"),
-        (np.array([[1, -1], [1, 1]]), {}, r"Received: -1\. label_lengths says where the padding of a row begins"),
-        (good, {"logit_lengths": np.array([7, 6])}, r"logit_lengths must be from 0 to 6\. Received: \[7, 6\]"),
-        (good, {"label_lengths": np.array([1])}, r"label_lengths must have one length per sequence, shape \(2,\)"),
-    ):
-        with pytest.raises(LossError, match=message):
-            LOSSES.ctc(x, labels, **options)

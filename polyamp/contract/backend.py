@@ -146,6 +146,20 @@ class LossFunctions(Protocol):
     def diagonal(self, values: Any) -> Any:
         """Return the diagonal of a square matrix."""
 
+    def positions(self, values: Any, axis: int) -> Any:
+        """Return 0, 1, ... for the elements of an axis, float32; its length may be unknown to a compiler."""
+
+    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
+        """Return the CTC loss of each sequence, float32, shape (batch,).
+
+        Args:
+            logits: float32, shape (batch, frames, classes), before the softmax.
+            labels: integers, shape (batch, length), classes other than the blank, also where they do not count.
+            logit_lengths: float32, shape (batch,).
+            label_lengths: float32, shape (batch,). An alignment exists.
+            blank: the class of the blank.
+        """
+
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         """Return `x @ weight.T + bias` with x of shape (..., in), weight (out, in) and bias (out,) or None.
 
@@ -169,10 +183,6 @@ class LossFunctions(Protocol):
             axis: the axis to cut, counted from the front.
             chunks: number of parts, or fewer if the axis is shorter. The last part may be shorter or padded with zeros.
         """
-
-    def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
-        """Return the CTC loss of each sequence, float32, from float32 logits (sequences, steps, classes) and integers:
-        labels (sequences, length), lengths (sequences,). The labels fit into the steps."""
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """Choose elementwise between arrays or Python numbers, in the array's dtype; float32 for two numbers."""

@@ -64,6 +64,7 @@ _OTHER_NAMES: Final = {
     **dict.fromkeys(("kl", "kldiv", "distillation", "knowledgedistillation"), "kl_divergence"),
     **dict.fromkeys(("focal", "binaryfocalcrossentropy", "binaryfocal"), "sigmoid_focal"),
     **dict.fromkeys(("clip", "infonce", "ntxent"), "contrastive"),
+    **dict.fromkeys(("connectionisttemporalclassification", "ctcbatchcost"), "ctc"),
     **dict.fromkeys(("causallm", "forcausallm", "lmcrossentropy", "nexttoken"), "causal_language_model"),
     **dict.fromkeys(
         ("linearcrossentropy", "fusedlinearcrossentropy", "ligerfusedlinearcrossentropy", "chunkedcrossentropy",

@@ -1,48 +1,42 @@
-"""The CTC loss of one sequence and its gradient in NumPy, by the forward and backward variables, in float64."""
+"""Connectionist temporal classification of one sequence, by the forward-backward algorithm (Graves et al., 2006)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from polyamp.reference.arrays import Array
 
 
-def ctc_loss(logits: Array, labels: Array, steps: Any, length: Any, blank: int) -> tuple[float, Array]:
-    """Return the loss, and its gradient with respect to the logits.
+def ctc_loss_and_slopes(rows: Array, labels: Array, blank: int) -> tuple[float, Array]:
+    """Return the loss and its slope at each log-probability.
 
     Args:
-        logits: shape (steps, classes).
-        labels: shape (length,).
-        steps, length: how many of the steps and of the labels count.
-        blank: class that separates labels.
+        rows: log-probabilities, shape (frames, classes).
+        labels: shape (length,), without blanks. An alignment exists.
+        blank: the class of the blank.
     """
-    wide = logits[: int(steps)].astype(np.float64)
-    logs = wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
-    states = np.full(2 * int(length) + 1, blank)
-    states[1::2] = labels[: int(length)]
-    forward = _path_logs(logs, states, blank)
-    backward = _path_logs(logs[::-1], states[::-1], blank)[::-1, ::-1]
-    through = forward + backward - logs[:, states]  # both count the step itself
-    total = np.logaddexp.reduce(through, axis=-1)
-    slopes = np.zeros(logits.shape)
-    slopes[: int(steps)] = np.exp(logs)
-    for state, label in enumerate(states):
-        slopes[: int(steps), label] -= np.exp(through[:, state] - total)
-    return float(-total[0]), slopes
+    path = np.full(2 * len(labels) + 1, blank)  # a blank before, between and after the labels
+    path[1::2] = labels
+    ahead = _alignments(rows, path)
+    back = _alignments(rows[::-1], path[::-1])[::-1, ::-1]
+    total = np.logaddexp.reduce(ahead[-1, -2:])
+    shares = np.exp(ahead + back - rows[:, path] - total)  # how probable each place of the path is at each frame
+    slopes = np.zeros_like(rows)
+    for place, kind in enumerate(path):
+        slopes[:, kind] -= shares[:, place]
+    return -float(total), slopes
 
 
-def _path_logs(logs: Array, states: Array, blank: int) -> Array:
-    """Return the logarithm of the probability of all beginnings that are in a state after a step: (steps, states)."""
-    found = np.full((len(logs), len(states)), -np.inf)
-    found[0, :2] = logs[0, states[:2]]
-    for step in range(1, len(logs)):
-        for state, label in enumerate(states):
-            before = [found[step - 1, state]]
-            if state > 0:
-                before.append(found[step - 1, state - 1])
-            if state > 1 and label not in (blank, states[state - 2]):
-                before.append(found[step - 1, state - 2])
-            found[step, state] = np.logaddexp.reduce(before) + logs[step, label]
-    return found
+def _alignments(rows: Array, path: Array) -> Array:
+    """Return the log of the probability of all beginnings that reach a place of the path at a frame."""
+    places = len(path)
+    reached = np.full((len(rows), places), -np.inf)
+    reached[0, :2] = rows[0, path[:2]]
+    jumps = np.full(places, False)  # over a blank, between different labels
+    jumps[2:] = path[2:] != path[:-2]
+    for frame in range(1, len(rows)):
+        stay, one, two = np.full((3, places), -np.inf)
+        stay[:], one[1:], two[2:] = reached[frame - 1], reached[frame - 1, :-1], reached[frame - 1, :-2]
+        before = np.logaddexp(np.logaddexp(stay, one), np.where(jumps, two, -np.inf))
+        reached[frame] = before + rows[frame, path]
+    return reached

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
-from polyamp.reference.ctc import ctc_loss
+from polyamp.reference.ctc import ctc_loss_and_slopes
 from polyamp.reference.tensor import Tensor
 
 
@@ -74,14 +74,20 @@ class ReferenceLosses:
     def diagonal(self, values: Any) -> Any:
         return values[(np.arange(values.shape[0]),) * 2]
 
+    def positions(self, values: Any, axis: int) -> Array:
+        return np.arange(values.shape[axis], dtype=np.float32)
+
     def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
-        given, sides = ops.tensor(logits), (labels, logit_lengths, label_lengths)
-        found = [ctc_loss(*row, blank) for row in zip(given.data, *sides, strict=True)]
-        slopes = np.stack([slope for _, slope in found])
-        values = np.asarray([value for value, _ in found], np.float32)
-        return _return_like(
-            logits, Tensor(values, [(given, lambda g: (g[:, None, None] * slopes).astype(given.dtype))])
-        )
+        rows = ops.log_softmax(_to_float32(logits))
+        found = [
+            ctc_loss_and_slopes(rows.data[number, : int(frames)], labels[number, : int(count)], blank)
+            for number, (frames, count) in enumerate(zip(logit_lengths, label_lengths, strict=True))
+        ]
+        slopes = np.zeros(rows.shape, np.float32)
+        for slope, (_, own) in zip(slopes, found, strict=True):
+            slope[: len(own)] = own
+        values = np.array([loss for loss, _ in found], np.float32)
+        return _return_like(logits, Tensor(values, [(rows, lambda g: g[:, None, None] * slopes)]))
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         given, matrix = ops.tensor(x), ops.tensor(weight)

@@ -160,42 +160,6 @@ def check_head(hidden: Any, weight: Any, bias: Any) -> None:
         )
 
 
-def check_alignment_shapes(logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any) -> None:
-    """Raise if the arrays of sequences and their labels do not have the axes that `ctc` needs."""
-    shape, own = tuple(logits.shape), tuple(getattr(labels, "shape", ()))
-    if len(shape) != 3 or len(own) != 2 or not _is_same_shape(own[:1], shape[:1]) or "int" not in str(labels.dtype):
-        raise LossError(
-            "ctc needs logits of shape (sequences, steps, classes) and integer labels of shape (sequences, length). "
-            f"Received: {shape} and {getattr(labels, 'dtype', type(labels).__name__)}{own}. torch's ctc_loss has the "
-            "steps first: turn them with logits.transpose(0, 1)."
-        )
-    for name, lengths in (("logit_lengths", logit_lengths), ("label_lengths", label_lengths)):
-        found = None if lengths is None else tuple(getattr(lengths, "shape", ()))
-        if found is not None and not _is_same_shape(found, shape[:1]):
-            raise LossError(f"{name} must have one length per sequence, shape {shape[:1]}. Received shape: {found}.")
-
-
-def check_alignment_values(labels: Any, steps_of: Any, labels_of: Any, *, steps: Any, classes: Any, blank: int) -> None:
-    """Raise if a label or a length is out of range; arrays that are not on the host are None."""
-    if not 0 <= blank < (classes or blank + 1):
-        raise LossError(f"blank must be one of the {classes} classes. Received: blank={blank}.")
-    for name, lengths, longest in (
-        ("logit_lengths", steps_of, steps),
-        ("label_lengths", labels_of, None if labels is None else labels.shape[1]),
-    ):
-        if lengths is not None and longest is not None and ((lengths < 0) | (lengths > longest)).any():
-            raise LossError(f"{name} must be from 0 to {longest}. Received: {lengths.tolist()}.")
-    if labels is None or labels_of is None or classes is None:
-        return
-    own = [int(label) for row, width in zip(labels, labels_of, strict=True) for label in row[:width]]
-    wrong = [label for label in own if label == blank or not 0 <= label < classes]
-    if wrong:
-        raise LossError(
-            f"ctc: labels must be classes from 0 to {classes - 1} without the blank, {blank}. Received: {wrong[0]}. "
-            "label_lengths says where the padding of a row begins."
-        )
-
-
 def check_class_weights(weights: Any, logits: Any) -> None:
     """Raise if there is not one weight per class."""
     if not _is_same_shape(weights.shape, tuple(logits.shape)[-1:]):

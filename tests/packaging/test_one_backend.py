@@ -52,13 +52,10 @@ def test_it_passes_the_suite_but_for_its_deviations(environment: dict[str, str],
         "s03_the_policy_that_loss_fn_puts_around_something_decides_for_it[cast",
         "s12_what_the_forward_pass_writes",
         "s12_a_skipped_step_takes_back",
-        "s24_further_losses_have_their_formulas_and_gradients[float32-3e-06-ctc]",
-        "s24_further_losses_have_their_formulas_and_gradients[bfloat16-0.008-ctc]",
-        "s24_ctc_of_labels",
         "s34",
         "s01_float64",
     ]
-    assert counts["xfailed"] == 45  # a second policy 2, replicas 1, writes 6, CTC 4, averages 14, and the float64 tests
+    assert counts["xfailed"] == 41  # a second policy 2, replicas 1, writes 6, averages 14, and the float64 tests
 
 
 def test_its_own_tests_pass(environment: dict[str, str], tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from polyamp.errors import UnsupportedError
 from polyamp_mlx.arrays import to_device, to_numpy
 from polyamp_mlx.precision.autocast import precision_region
+
+_IMPOSSIBLE = -1e30
+"""Log of a probability of 0 whose derivatives are finite."""
 
 
 class MLXLosses:
@@ -71,8 +73,27 @@ class MLXLosses:
     def diagonal(self, values: Any) -> Any:
         return mx.diagonal(values)
 
+    def positions(self, values: Any, axis: int) -> Any:
+        return mx.arange(values.shape[axis], dtype=mx.float32)
+
     def ctc(self, logits: Any, labels: Any, logit_lengths: Any, label_lengths: Any, blank: int) -> Any:
-        raise UnsupportedError("MLX has no CTC loss.")
+        """Forward algorithm over the labels with a blank before, between and after them."""
+        rows, batch, size = self.log_softmax(logits), labels.shape[0], 2 * labels.shape[1] + 1
+        blanks = mx.full(labels.shape, blank, dtype=labels.dtype)
+        path = mx.concatenate([mx.stack([blanks, labels], -1).reshape(batch, size - 1), mx.full((batch, 1), blank)], 1)
+        path, place, low = path.astype(mx.int32), mx.arange(size)[None], mx.full((batch, 2), _IMPOSSIBLE)
+        shares = mx.take_along_axis(rows, mx.broadcast_to(path[:, None], (batch, rows.shape[1], size)), axis=-1)
+        before = mx.concatenate([path[:, :2], path[:, :-2]], 1)[:, :size]
+        jumps = (path != before) & (place >= 2)  # over a blank, between different labels
+        reached = mx.where(place < 2, shares[:, 0], _IMPOSSIBLE)
+        for frame in range(1, rows.shape[1]):
+            one = mx.concatenate([low[:, :1], reached[:, :-1]], 1)
+            two = mx.where(jumps, mx.concatenate([low, reached[:, :-2]], 1)[:, :size], _IMPOSSIBLE)
+            after = mx.logaddexp(mx.logaddexp(reached, one), two) + shares[:, frame]
+            reached = mx.where((logit_lengths > frame)[:, None], after, reached)
+        last = 2.0 * label_lengths[:, None]
+        ends = (place == last) | (place == last - 1.0)
+        return -mx.logsumexp(mx.where(ends, reached, _IMPOSSIBLE), axis=1)
 
     def linear(self, x: Any, weight: Any, bias: Any, dtype: str | None) -> Any:
         product = x.dtype if dtype is None else getattr(mx, dtype)
