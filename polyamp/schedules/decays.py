@@ -49,8 +49,8 @@ class Cosine(ScheduleBase):
         peak: the rate at `count == origin`.
         steps: the count from which the rate is `end`.
         end: the last rate.
-        origin: 0, or a negative integer: the cosine began that many updates before the first one, as behind a warmup
-            that counts as a part of it (timm).
+        origin: a negative integer: the cosine began that many updates before the first one, as behind a warmup that
+            counts as a part of it (timm). None or 0: at the first one.
 
     >>> round(cosine(1.0, 10)(5), 6)
     0.5
@@ -61,16 +61,18 @@ class Cosine(ScheduleBase):
     peak: float
     steps: int
     end: float = 0.0
-    origin: int = 0
+    origin: int | None = None  # None for 0 too: files and checkpoints of before have no origin
 
     def __post_init__(self) -> None:
         check_rate("peak", self.peak)
         check_rate("end", self.end)
         check_steps("steps", self.steps, "peak")
-        check_origin(self.origin)
+        if self.origin is not None:
+            check_origin(self.origin)
+            self._set_field("origin", self.origin or None)
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
-        return half_cosine(self.peak, self.end, progress_to(count, self.steps, xp, self.origin), xp)
+        return half_cosine(self.peak, self.end, progress_to(count, self.steps, xp, self.origin or 0), xp)
 
 
 class Polynomial(ScheduleBase):

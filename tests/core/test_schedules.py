@@ -392,3 +392,11 @@ def test_s20_a_librarys_arguments_are_named() -> None:
         ArgumentError, match=r"like\('torch\.StepLR', \.\.\.\) has the arguments lr, step_size, gamma\. Rec"
     ):
         schedules.like("torch.StepLR", lr=1.0, step=3)
+
+
+def test_a_cosine_may_have_begun_before_its_first_update() -> None:
+    late, whole = schedules.cosine(1.0, 6, 0.1, origin=-4), schedules.cosine(1.0, 10, 0.1)
+    assert [late(count) for count in range(9)] == pytest.approx([whole(count + 4) for count in range(9)], abs=1e-15)
+    assert schedules.cosine(1.0, 6, origin=0) == schedules.cosine(1.0, 6)
+    with pytest.raises(RecipeError, match=r"origin must be 0 .*Received: origin=2"):
+        schedules.cosine(1.0, 6, origin=2)
