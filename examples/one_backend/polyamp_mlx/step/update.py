@@ -21,6 +21,7 @@ def update_states(
     states: Sequence[MLXState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[MLXState], list[StepResult]]:
     """Update states that step together."""
+    grads = [without_waiting(state, item) for state, item in zip(states, grads, strict=True)]
     measured = [global_norm_and_finite(item) for item in grads]
     flags = [stats.finite for stats in measured]
     after, results = [], []
@@ -29,6 +30,15 @@ def update_states(
         after.append(commit_update(state, item, stats, decision))
         results.append(decision.result(stats))
     return after, results
+
+
+def without_waiting(state: MLXState, grads: Gradients) -> Gradients:
+    """Return the gradients, None for parameters that do not train yet (S27). With such groups the host reads a count."""
+    if not state.groups.starts:
+        return grads
+    step = int(state.step.item())
+    waiting = {path: None for path, start in state.groups.starts.items() if step < start}
+    return grads._replace(values={**grads.values, **waiting})
 
 
 def commit_update(state: MLXState, grads: Gradients, stats: GradStats, decision: UpdateDecision) -> MLXState:
