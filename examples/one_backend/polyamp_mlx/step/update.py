@@ -33,7 +33,7 @@ def update_states(
 
 
 def without_waiting(state: MLXState, grads: Gradients) -> Gradients:
-    """Return the gradients, None for parameters that do not train yet (S27). With such groups the host reads a count."""
+    """Return the gradients, None for parameters that do not train yet (S27). Then the host reads a count."""
     if not state.groups.starts:
         return grads
     step = int(state.step.item())
