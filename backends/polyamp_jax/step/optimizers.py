@@ -26,7 +26,8 @@ from polyamp.recipe.optimizer_formulas.rmsprop import RMSprop
 from polyamp.recipe.optimizer_formulas.sgd import SGD
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.rules.group_members import GroupMembers
-from polyamp_jax.arrays import XP, conform_tree, materialize, select_if_finite
+from polyamp_jax import compat
+from polyamp_jax.arrays import XP, conform_tree, materialize, path_name, select_if_finite
 from polyamp_jax.step.jax_only.native_transformations import (
     NO_EXTRA_ARGUMENTS,
     OptaxExtraArguments,
@@ -249,6 +250,7 @@ class _Formula(NamedTuple):
         be read again after the new one is stored in its place, and XLA would copy all of them first.
         """
         specs, names = self.spec_per_parameter(len(given)), self.specs[0].slots
+        _check_whole(specs[0], params)
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # dtype of rates and counts: the masters' (S1)
         count = state.count if wide == jnp.float32 else state.count.astype(wide)  # an integer count gives float32 rates
         rates = {spec: spec.rate(count, XP) for spec in dict.fromkeys(specs)}
@@ -305,6 +307,20 @@ class _Formula(NamedTuple):
             count if together else {name: column[n] for name, column in own[spec].items()}
             for n, (spec, together) in enumerate(zip(specs, shared, strict=True))
         ]
+
+
+def _check_whole(spec: OptimizerSpec, params: Any) -> None:
+    """Raise if a formula that needs a parameter as a whole would see a shard of it, inside `shard_map`."""
+    if spec.is_elementwise:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if axes := compat.varying_axes(leaf):
+            raise UnsupportedError(
+                f"{spec.tag} needs each parameter as a whole, and {path_name(path)!r} is divided over "
+                f"{', '.join(sorted(map(str, axes)))} inside shard_map, where polyamp sees a shard alone. Give a step "
+                "under jax.jit arrays with a NamedSharding, which XLA gathers, or use an elementwise optimizer, such as "
+                "polyamp.adamw."
+            )
 
 
 def _initial_slot(spec: OptimizerSpec, slot: str, leaf: Any) -> Any:

@@ -75,7 +75,7 @@ def initialize_parameter(
     for slot in spec.slots:
         value: complex = spec.initial(slot)
         shape = spec.slot_shape(slot, tuple(p.shape))
-        if slot in spec.slot_shapes and shape != tuple(p.shape):
+        if slot in spec.slot_shapes and (shape != tuple(p.shape) or p.is_complex()):
             real = torch.promote_types(p.dtype.to_real(), torch.float32)
             state[slot_name(slot)] = torch.full(shape, value, dtype=real, device=p.device)
         else:

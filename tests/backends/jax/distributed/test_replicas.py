@@ -141,6 +141,34 @@ def test_s09_parameters_sharded_inside_shard_map(windows: int) -> None:
     assert apart(state.params, alone.params) < 1e-6
 
 
+@pytest.mark.parametrize("optimizer", [polyamp.lamb(1e-2, eps=1e-3), polyamp.muon(1e-2), polyamp.adafactor(1e-2)])
+def test_s09_a_formula_of_whole_parameters_refuses_shards_inside_shard_map(optimizer: Any) -> None:
+    """Replicated parameters are whole on each device."""
+    recipe = polyamp.Recipe(policy="float32", optimizer=optimizer, scaler=CHECKING)
+    params = {"w_kernel": jax.random.normal(jax.random.key(0), (4, 3)), "b_bias": jnp.zeros(3)}
+
+    def loss(model: Any, batch: Any) -> Any:
+        w = model.params["w_kernel"]
+        whole = jax.lax.all_gather(w, "data", tiled=True) if len(w) == 1 else w
+        return polyamp.losses.mean_squared_error(batch["x"] @ whole + model.params["b_bias"], batch["y"])
+
+    state = polyamp.init((lambda p, x: x, params), recipe)
+    alone = polyamp.init((lambda p, x: x, params), recipe)
+    step = polyamp.train_step(loss, recipe)
+    rows = jax.tree.map(lambda leaf: P("data") if leaf.shape[:1] == (4,) else P(), state)
+    with pytest.raises(
+        UnsupportedError, match=rf"{optimizer.tag} needs each parameter.*'w_kernel' is divided over data"
+    ):
+        jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=(rows, P("data")), out_specs=(rows, P())))(
+            state, whole_batch(0)
+        )
+    whole = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data")), out_specs=(P(), P())))
+    for number in range(3):
+        state, _ = whole(state, whole_batch(number))
+        alone, _ = step(alone, whole_batch(number))
+    assert apart(state.params, alone.params) < 1e-5
+
+
 @pytest.mark.parametrize(("way", "windows"), [("checked", 1), ("checked", 2), ("unchecked", 2), ("pmap", 1)])
 def test_s12_statistics_are_the_mean_and_masks_each_replicas_own(way: str, windows: int, make_kind: Any) -> None:
     made = make_kind("nnx", norm=True, dropout=True)
