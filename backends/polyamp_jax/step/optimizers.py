@@ -318,7 +318,7 @@ def _check_whole(spec: OptimizerSpec, params: Any) -> None:
             raise UnsupportedError(
                 f"{spec.tag} needs each parameter as a whole, and {path_name(path)!r} is divided over "
                 f"{', '.join(sorted(map(str, axes)))} inside shard_map, where polyamp sees a shard alone. Give a step "
-                "under jax.jit arrays with a NamedSharding, which XLA gathers, or use an elementwise optimizer, such as "
+                "under jax.jit arrays with a NamedSharding, which XLA gathers, or use an elementwise optimizer such as "
                 "polyamp.adamw."
             )
 
