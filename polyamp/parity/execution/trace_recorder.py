@@ -18,7 +18,12 @@ from polyamp.porting.layouts.inventory import Inventory, canonical_gradients
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.states.training_side import Training
 from polyamp.porting.states.training_side import make_training_side as state_side
-from polyamp.porting.states.training_state import ArrayMapping, canonical_parameters, canonical_slot
+from polyamp.porting.states.training_state import (
+    ArrayMapping,
+    canonical_averages,
+    canonical_parameters,
+    canonical_slot,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -240,6 +245,8 @@ class TraceRecorder:
                 for what, is_trained in (("parameter", True), ("statistic", False)):
                     chosen = {name: array for name, array in parameters.items() if (name in trainable) is is_trained}
                     self._record_arrays(step, "update", mapping, what, chosen)
+                if step:
+                    self._record_arrays(step, "update", mapping, "average", canonical_averages(own, mapping))
 
     def _record_arrays(
         self, step: int, stage: Stage, mapping: ArrayMapping, what: str, arrays: Mapping[str, Lazy]

@@ -14,6 +14,8 @@ from polyamp.parity.trace.sketch import Sketch
 
 Stage = Literal["forward", "backward", "step", "update"]
 """Part of a training step: "step" has the metrics that the step itself reports (norm, flag, scale)."""
+NOT_SLOTS: Final = ("parameter", "statistic", "average")
+"""What an update changes besides the slots of the optimizer."""
 BEFORE_ACTIVATION: Final = "output, before its activation"
 """Output of a second side's layer, before the activation of the first side's layer is applied to it."""
 STAGES: Final[tuple[Stage, ...]] = ("forward", "backward", "step", "update")
@@ -29,7 +31,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             model.
         what: "input", "output", "cotangent" (the gradient of the loss with respect to the output), "loss",
             "gradient", "grad_norm", "finite", "scale", "applied" (the number of applied updates), "parameter",
-            "statistic", or a slot of the optimizer ("exp_avg").
+            "statistic", "average" (a moving average of one of the two, S34), or a slot of the optimizer ("exp_avg").
         name: the array's name in its layer in canonical layout ("kernel"); "" for a module's output and for numbers.
         sketch: of an array, in canonical layout; None for a number.
         number: a number; None for an array.

@@ -162,6 +162,8 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         return explain_initial_weight(labels, (comparison.one, comparison.two), first)
     if comparison.one.what == "parameter":
         return _diagnose_parameter(comparison, labels)
+    if comparison.one.what == "average":
+        return Cause("formula", "Another moving average of what agrees.", ["Compare decay, warmup and every of ema."])
     if differences and comparison.one.what == "statistic":
         return Cause("formula", f"Other settings {where}.", differences)
     operations: list[str] = []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.float_formats import FORMATS
 from polyamp.parity.trace.sketch import sketch_distance
-from polyamp.parity.trace.trace import Entry
+from polyamp.parity.trace.trace import NOT_SLOTS, Entry
 from polyamp.parity.verdict.distances import EntryComparison, own_distance
 from polyamp.parity.verdict.tolerances import FACTOR, PhaseTolerance
 from polyamp.parity.verdict.update_projections import (
@@ -124,7 +124,7 @@ class OptimizerUpdates:
         allowed = max(
             self._tolerance.allowed(own, float(one.step), scale, same_inputs=same_inputs), gradient_share * scale
         )
-        if one.what != "statistic":
+        if one.what not in NOT_SLOTS:
             allowed = max(allowed, _BETA_ROUNDING * scale)
         return EntryComparison(one, two, sketch_distance(a, b), allowed, scale, own)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from polyamp.parity.trace.trace import Entry, Trace, entry_key
+from polyamp.parity.trace.trace import NOT_SLOTS, Entry, Trace, entry_key
 from polyamp.parity.verdict import hidden_modules
 from polyamp.parity.verdict.alignment import Alignment
 
@@ -62,7 +62,7 @@ def order_entries(step: StepEntries, alignment: Alignment) -> list[Entry]:
 
     metrics = [entry for entry in entries if entry.stage == "step"]
     update = [entry for entry in entries if entry.stage == "update"]
-    slots = [entry for entry in update if entry.what not in ("parameter", "statistic")]
+    slots = [entry for entry in update if entry.what not in NOT_SLOTS]
     return [*forward, *sorted(back, key=backward), *metrics, *slots, *(e for e in update if e not in slots)]
 
 

@@ -70,7 +70,7 @@ def canonical_state(side: TrainingSide, mappings: Sequence[ArrayMapping]) -> Tra
     counts: dict[str, int] = {}
     averages: dict[str, Lazy] = {}
     for mapping in mappings:
-        averages |= _named_arrays(mapping, _canonical_averages(side, mapping))
+        averages |= _named_arrays(mapping, canonical_averages(side, mapping))
         parameters |= _named_arrays(mapping, canonical_parameters(side, mapping))
         for slot in slots:
             slots[slot] |= _named_arrays(mapping, canonical_slot(side, slot, mapping))
@@ -142,7 +142,7 @@ def choose_rows_and_columns(rows: Lazy, columns: Lazy, axis: int) -> tuple[Lazy,
     return (columns, rows) if changes == [True, False] else (rows, columns)
 
 
-def _canonical_averages(side: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
+def canonical_averages(side: TrainingSide, mapping: ArrayMapping) -> dict[str, Lazy]:
     """Return the averages of one layer by canonical array, as far as all that make it have one."""
     names = {name: f"average/{side.leaves[leaf.name]}" for name, leaf in mapping.layer.leaves.items()}
     there = {name: Lazy.of(side.arrays[array]) for name, array in names.items() if array in side.arrays}

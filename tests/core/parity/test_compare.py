@@ -64,6 +64,24 @@ def test_another_optimizer_is_found_at_its_update(other: polyamp.Recipe, stage: 
     assert (first.phase, first.step, first.stage, first.what, first.kind) == ("float32", 1, stage, what, kind)
 
 
+def test_averages_are_compared() -> None:
+    """Another decay is found at the first move that it makes, behind parameters that agree; the same agrees."""
+    one, other = (recipe(ema=polyamp.Ema(decay)) for decay in (0.9, 0.99))
+    agreed = polyamp.compare(*models(), batch, loss_fn, one, steps=3)
+    assert agreed.agrees
+    assert {row.name for row in agreed.comparisons[0].rows if row.what == "average"} == {"kernel", "bias"}
+    first = polyamp.compare(*models(), batch, loss_fn, (one, other), steps=3).first
+    assert first is not None
+    assert (first.phase, first.step, first.stage, first.what, first.kind) == (
+        "float32",
+        2,
+        "update",
+        "average",
+        "formula",
+    )
+    assert first.evidence[-1] == "Compare decay, warmup and every of ema."
+
+
 def test_a_schedule_that_is_one_step_late_is_found_at_that_step() -> None:
     early, late = (polyamp.schedules.warmup_cosine(0.1, warmup_steps=steps, total_steps=20) for steps in (4, 5))
     recipes = recipe(optimizer=polyamp.sgd(early)), recipe(optimizer=polyamp.sgd(late))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp.parity.trace.sketch import Sketch
-from polyamp.parity.trace.trace import Entry
+from polyamp.parity.trace.trace import NOT_SLOTS, Entry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,7 +140,7 @@ def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
 
 
 def _slot_names(entries: list[Entry]) -> list[str]:
-    return sorted({e.what for e in entries if e.stage == "update"} - {"parameter", "statistic"})
+    return sorted({e.what for e in entries if e.stage == "update"} - set(NOT_SLOTS))
 
 
 def _slot_test(slot: str) -> Callable[[Entry], bool]:
