@@ -23,23 +23,19 @@ _OPERATION_FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
 not listed: its statistics are float32 whatever its arrays are (S4)."""
 
 
-def find_dtype_mismatches(
-    alignment: Alignment, labels: tuple[str, str], traces: tuple[Trace, Trace], *, is_cast: bool = False
-) -> dict[str, str]:
+def find_dtype_mismatches(alignment: Alignment, labels: tuple[str, str], traces: tuple[Trace, Trace]) -> dict[str, str]:
     """Return modules in which one side ran operations of a family in 16 bits and the other side in float32.
 
     Args:
         alignment: alignment of the sides.
         labels: of both sides.
         traces: of one phase.
-        is_cast: whether both sides run in cast mode. An operation has the dtype of what the model gives it there, so
-            that only operations of one name are compared: frameworks differ in what they widen inside of others.
 
     Returns:
         Path in the first side's names -> the operations with their dtypes, as text.
     """
     known = set(alignment.modules.values())
-    ours, theirs = (_dtypes_by_family(each.operations, known, by_name=is_cast) for each in traces)
+    ours, theirs = (_dtypes_by_family(each.operations, known) for each in traces)
     found: dict[str, str] = {}
     for key in ours.keys() & theirs.keys():
         narrow = [any(dtype in HALF_DTYPES for dtype in each[key].values()) for each in (ours, theirs)]
@@ -51,11 +47,8 @@ def find_dtype_mismatches(
     return found
 
 
-def _dtypes_by_family(
-    operations: Iterable[OperationCount], known: set[str], *, by_name: bool
-) -> dict[tuple[str, str], dict[str, str]]:
-    """Return (module, family) -> operation -> its dtype, the narrowest if there are several; with `by_name`, each
-    operation is a family."""
+def _dtypes_by_family(operations: Iterable[OperationCount], known: set[str]) -> dict[tuple[str, str], dict[str, str]]:
+    """Return (module, family) -> operation -> its dtype, the narrowest if there are several."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in operations:
         if row.rule == "follow":  # a framework in which it takes its operands' dtype, such as in a Keras layer's `call`
@@ -63,7 +56,7 @@ def _dtypes_by_family(
         plain = row.name.lower().replace("_", "").replace(".", "")
         for family, names in _OPERATION_FAMILIES.items():
             if plain in names:
-                own = found.setdefault((nearest_module(row.module, known), plain if by_name else family), {})
+                own = found.setdefault((nearest_module(row.module, known), family), {})
                 if own.get(row.name) not in HALF_DTYPES:
                     own[row.name] = row.dtype
     return found

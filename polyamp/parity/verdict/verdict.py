@@ -137,11 +137,9 @@ class _PhaseComparison:
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
         self._updates = OptimizerUpdates(tolerance)
         self._switches, self._drift = UnitSwitches(traces, tolerance.roundoff), 0.0
-        modes = {recipe.policy.mode for recipe in recipes if recipe is not None}
-        mixed = phase.name == POLICY and tolerance.same_policy and len(modes) == 1
-        self._dtype_mismatches = (
-            op_dtypes.find_dtype_mismatches(alignment, labels, traces, is_cast="cast" in modes) if mixed else {}
-        )
+        is_cast = any(recipe is not None and recipe.policy.mode == "cast" for recipe in recipes)
+        mixed = phase.name == POLICY and tolerance.same_policy and not is_cast  # casts have no float32 operations
+        self._dtype_mismatches = op_dtypes.find_dtype_mismatches(alignment, labels, traces) if mixed else {}
         self.first: Divergence | None = None
         self.notes: list[str] = []
         self.shape_notes: dict[tuple[str, str], str] = {}

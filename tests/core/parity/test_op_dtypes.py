@@ -32,16 +32,3 @@ def test_operation_of_a_family_on_one_side_alone_says_nothing() -> None:
         )
         == {}
     )
-
-
-def test_in_cast_mode_only_operations_of_one_name_are_compared() -> None:
-    """What an operation of another name widens inside is the framework's own."""
-    agreed = Alignment(modules={"norm": "norm"})
-    wide, other = _trace(("norm", "rsqrt", "float32")), _trace(("norm", "pow", "bfloat16"))
-    narrow = _trace(("norm", "rsqrt", "bfloat16"), ("norm", "pow", "bfloat16"))
-
-    assert find_dtype_mismatches(agreed, ("a", "b"), (wide, other), is_cast=True) == {}
-    assert find_dtype_mismatches(agreed, ("a", "b"), (wide, other)) != {}
-    assert find_dtype_mismatches(agreed, ("a", "b"), (wide, narrow), is_cast=True) == {
-        "norm": "rsqrt in float32 in a; rsqrt in bfloat16 in b"
-    }
