@@ -75,7 +75,7 @@ ROWS: Final = [
             ("polyamp.adam(beta_1=0.9, beta_2=0.99)", rf"{_ADAM}.*Received: beta_1=.*betas=\(beta_1, beta_2\)"),
             ("polyamp.adam(b1=0.9)", rf"{_ADAM}.*Received: b1=.*betas=\(b1, b2\)"),
             ("polyamp.adam(epsilon=1e-7)", rf"{_ADAM}.*Received: epsilon=\. Did you mean 'eps'"),
-            ("polyamp.adam(amsgrad=True)", r"Received: amsgrad=.*framework's own optimizer"),
+            ("polyamp.sgd(0.1, dampening=0.5)", r"Received: dampening=.*framework's own optimizer"),
             ("polyamp.adamw(weight_decay_rate=0.1)", r"Received: weight_decay_rate=\. Did you mean 'weight_decay'"),
             ("polyamp.adamw(wd=0.1)", r"Received: wd=\. Did you mean 'weight_decay'"),
             ("polyamp.rmsprop(rho=0.9)", r"Received: rho=\. Did you mean 'alpha'"),
