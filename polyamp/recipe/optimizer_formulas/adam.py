@@ -78,7 +78,7 @@ class Adam(_AdamFormula):
         "keras": (
             NativeOptimizer(
                 "keras.optimizers.Adam",
-                {"momentums": "exp_avg", "velocities": "exp_avg_sq", "velocity_hats": "max_exp_avg_sq"},
+                {"momentums": "exp_avg", "velocities": "exp_avg_sq"},
                 {"epsilon": "eps"},
                 note=_KERAS_ADAM_NOTE,
             ),

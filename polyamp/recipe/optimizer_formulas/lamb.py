@@ -16,9 +16,9 @@ class Lamb(Spec):
     """LAMB (arxiv.org/abs/1904.00962, version 5): Adam's step plus the decay, scaled by the parameter's norm over its.
 
     A parameter or a step of norm 0 is not scaled. There is no limit on the ratio and no clip of its own: a recipe has
-    `clip_norm`. optax.lamb has this formula with `weight_decay=0`; so has keras.optimizers.Lamb, which puts its decay
-    before the step and outside of the ratio. timm's Lamb divides the gradients by their global norm at first, and does
-    not scale parameters without decay. torch has none.
+    `clip_norm`. optax.lamb has this formula, without decay by default; keras.optimizers.Lamb has it without decay, and
+    puts its own outside of the ratio. timm's Lamb divides the gradients by their global norm first, and does not scale
+    parameters without decay. torch has none.
 
     >>> import polyamp
     >>> polyamp.lamb().slots

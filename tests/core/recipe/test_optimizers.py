@@ -357,6 +357,17 @@ def test_s21_float32_stays_close(name: str, spec: Any, oracle: Oracle) -> None:
     np.testing.assert_allclose(narrow, oracle(param, grads, RATE), rtol=2e-4, atol=2e-5)
 
 
+def test_a_convolution_trains_alike_whatever_the_order_of_its_axes() -> None:
+    """(outputs, inputs, positions) and (positions, inputs, outputs): Adafactor's rows are the same numbers."""
+    rng = np.random.default_rng(1)
+    kernel, grads = rng.normal(size=(5, 4, 3)), [rng.normal(size=(5, 4, 3)) for _ in range(5)]
+    first = run(adafactor(RATE, layout="out_in"), kernel, grads)
+    last = run(adafactor(RATE, layout="in_out"), kernel.T, [grad.T for grad in grads])
+    np.testing.assert_allclose(last.T, first, rtol=1e-12)
+    torchs = run(adafactor(RATE, layout="in_out"), kernel, grads)  # the last two axes, as torch's class takes them
+    assert np.abs(torchs - first).max() > 1e-3
+
+
 def test_bias_correction_keeps_its_digits_in_float32() -> None:
     param = run(adam(1.0, eps=0.0), f32([1.0]), [f32([1e-3])])
     assert float(param[0]) == pytest.approx(0.0, abs=5e-7), "the first step of Adam is exactly the learning rate"
