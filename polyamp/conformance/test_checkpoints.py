@@ -15,7 +15,7 @@ import pytest
 
 import polyamp
 from polyamp.conformance import resume_process
-from polyamp.conformance.problems import batch, changed_arrays, layers, loss_fn, recipe
+from polyamp.conformance.problems import advance, batch, changed_arrays, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError
@@ -36,6 +36,30 @@ def test_s33_a_folder_resumes_bit_identically(backend: Backend, tmp_path: Path) 
         resumed = backend.export_state(resume_process.advance_state(other, 4, 8))
         assert set(resumed) == set(straight)
         assert [key for key in straight if straight[key].tobytes() != resumed[key].tobytes()] == [], name
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        polyamp.adamw(0.01, amsgrad=True),
+        polyamp.lamb(0.01),
+        polyamp.adafactor(0.01),
+        polyamp.muon(0.01, adamw_learning_rate=0.003),
+        polyamp.schedule_free(polyamp.schedules.linear_warmup(0.01, 2)),
+    ],
+    ids=lambda optimizer: str(optimizer.tag),
+)
+def test_s22_slots_of_every_shape_resume_bit_identically(
+    backend: Backend, harness: Harness, tmp_path: Path, optimizer: Any
+) -> None:
+    made = recipe(optimizer=optimizer)
+    state, _ = advance(polyamp.init(harness.mlp(layers()), made), [batch(number) for number in range(3)])
+    polyamp.save(state, tmp_path / "state")
+    straight, _ = advance(state, [batch(3)])
+    expected = backend.export_state(straight)
+    fresh = polyamp.restore(polyamp.init(harness.mlp(layers(seed=1)), made), tmp_path / "state")
+    resumed, _ = advance(fresh, [batch(3)])
+    assert changed_arrays(expected, backend.export_state(resumed)) == []
 
 
 def test_s33_a_folder_is_replaced_in_one_moment(backend: Backend, harness: Harness, tmp_path: Path) -> None:
