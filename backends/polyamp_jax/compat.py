@@ -1,6 +1,6 @@
 """Version-dependent and private API of JAX, flax, haiku, equinox and optax: jaxpr equations, module classes, closures.
 
-Everything else in the backend uses documented names only. A test enforces this. Supported: jax 0.7 to 0.10
+Everything else in the backend uses documented names only. A test enforces this. Supported: jax 0.7 to 0.12
 (`make test-jax-oldest`, `make test-jax-newest`).
 """
 
@@ -187,14 +187,14 @@ def map_inner_equations(
 
     def one(item: Any) -> Any:
         replaceable: Any = item  # JAX does not annotate `replace`
-        if isinstance(item, ClosedJaxpr):
-            return replaceable.replace(jaxpr=one(item.jaxpr))
-        if isinstance(item, Jaxpr):
+        if isinstance(item, Jaxpr):  # from jax 0.11, `ClosedJaxpr` is the same class
             kept = _changed_programs.setdefault(item, {})
             if key not in kept:
                 eqns: list[Any] = list(item.eqns)
                 kept[key] = replaceable.replace(eqns=[eqn.replace(params=change(eqn)) for eqn in eqns])
             return kept[key]
+        if isinstance(item, ClosedJaxpr):
+            return replaceable.replace(jaxpr=one(item.jaxpr))
         return item
 
     def every(param: Any) -> Any:
@@ -324,6 +324,15 @@ def shard_map(function: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]
         check_vma=params["check_vma"],
     )
     return mapped
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return how many operands of a scan equation are constants of its body, and how many the body carries."""
+    params = eqn.params
+    if "ft_in" in params:  # from jax 0.11: the operands as a tree (constants, carry, items)
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]
 
 
 def scan_options(eqn: JaxprEqn) -> dict[str, Any]:

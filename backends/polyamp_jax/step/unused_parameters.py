@@ -165,7 +165,7 @@ def _operation(eqn: compat.JaxprEqn, name: str, kinds: list[int]) -> int:
 
 
 def _scan(flow: _DependenceFlow, eqn: compat.JaxprEqn, kinds: list[int]) -> tuple[list[int], list[int]]:
-    consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried = compat.scan_counts(eqn)
     first, rest = kinds[:consts], kinds[consts + carried :]
     fixed, carry, each = flow.loop(eqn.params["jaxpr"].jaxpr, first, kinds[consts : consts + carried], rest)
     return [*carry, *each], [*fixed, *kinds[consts:]]

@@ -50,8 +50,9 @@ def _remat(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue])
 
 
 def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) -> list[ProgramValue]:
-    params, closed = eqn.params, eqn.params["jaxpr"]
-    first, split = params["num_consts"], params["num_consts"] + params["num_carry"]
+    closed = eqn.params["jaxpr"]
+    first, carry_count = compat.scan_counts(eqn)
+    split = first + carry_count
     carried = [v.aval for v in closed.jaxpr.invars[first:split]]
     how = compat.scan_options(eqn)
     logarithms = run.settings.logarithms

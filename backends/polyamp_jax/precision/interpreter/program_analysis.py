@@ -202,7 +202,7 @@ def _analyze_inner(
 ) -> ProgramAnalysis:
     """Analyse a program inside an equation."""
     if name == "scan":
-        outs = loop_output_needs(inner, outs, eqn.params["num_consts"], eqn.params["num_carry"], logarithms)
+        outs = loop_output_needs(inner, outs, *compat.scan_counts(eqn), logarithms)
     elif name == "while" and outs:
         outs = loop_output_needs(inner, outs, eqn.params["body_nconsts"], len(outs), logarithms)
     return analyze_program(inner, outs or no_needs(len(inner.outvars)), logarithms)
