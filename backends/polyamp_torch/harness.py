@@ -25,6 +25,8 @@ from polyamp.results import LossFunction, StepResult
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 
 Array = np.ndarray[Any, Any]
+_DEVICE: Final = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where models and arrays of the conformance suite lie: torch's default for training."""
 _TIMEOUT: Final = datetime.timedelta(minutes=4)
 """Time limit of a training with two replicas; most of the time is two interpreters that import torch."""
 
@@ -148,25 +150,25 @@ class TorchHarness:
     """`Harness` for torch."""
 
     def array(self, value: Array) -> Any:
-        return _owned_tensor(np.asarray(value))
+        return _owned_tensor(np.asarray(value)).to(_DEVICE)
 
     def float64(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> nn.Module:
-        return TorchMLP(layers, observe)
+        return TorchMLP(layers, observe).to(_DEVICE)
 
     def branches(self, layers: Sequence[DenseWeights]) -> nn.Module:
-        return TorchBranches(layers, None)
+        return TorchBranches(layers, None).to(_DEVICE)
 
     def normalized_mlp(self, layers: Sequence[DenseWeights]) -> nn.Module:
-        return TorchMLP(layers, None, normalize=True)
+        return TorchMLP(layers, None, normalize=True).to(_DEVICE)
 
     def dropout_mlp(self, layers: Sequence[DenseWeights]) -> tuple[nn.Module, dict[str, Any]]:
-        return DropoutMLP(layers, None), {}
+        return DropoutMLP(layers, None).to(_DEVICE), {}
 
     def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> nn.Module:
-        return TorchConstrainedMLP(layers, limit)
+        return TorchConstrainedMLP(layers, limit).to(_DEVICE)
 
     def digits(self, weights: Mapping[str, Array]) -> nn.Module:
         return TorchDigitsTransformer(weights)
@@ -224,7 +226,7 @@ class TorchHarness:
         return torch.einsum("i,j->ij", left, right)
 
     def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> nn.Module:
-        return TorchGatheredMLP(layers, rows)
+        return TorchGatheredMLP(layers, rows).to(_DEVICE)
 
     def unusable(self, kind: str) -> nn.Module:
         if kind == "empty":
@@ -236,7 +238,7 @@ class TorchHarness:
         return module
 
     def complex_dense(self, kernel: Array) -> nn.Module:
-        return ComplexDense(kernel)
+        return ComplexDense(kernel).to(_DEVICE)
 
     def replicate(
         self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
@@ -249,13 +251,13 @@ class TorchHarness:
         with multiprocessing.get_context("spawn").Pool(len(asked)) as pool:
             trained = pool.starmap_async(_train_replica, asked, chunksize=1).get(_TIMEOUT.total_seconds())
         for arrays, result in trained:
-            state: Any = polyamp.init(TorchMLP(layers, None), recipe)
+            state: Any = polyamp.init(TorchMLP(layers, None), recipe)  # on the CPU, as the replicas were
             state.load(arrays)
             found.append((state, result))
         return found
 
     def with_head(self, state: Any, head: DenseWeights) -> None:
-        setattr(state.model, f"dense{state.model.depth - 1}", linear_layer(head.kernel, head.bias))
+        setattr(state.model, f"dense{state.model.depth - 1}", linear_layer(head.kernel, head.bias).to(state.device))
 
     def with_frozen(self, state: Any, numbers: Collection[int]) -> None:
         for number in range(state.model.depth):

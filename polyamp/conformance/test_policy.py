@@ -15,6 +15,8 @@ from polyamp.errors import PolicyError
 from polyamp.rules.float32_op_families import OP_FAMILIES
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
+FLOAT32_ROUNDING = 1e-5
+"""Largest difference of two float32 programs of one operation, relative. 16 bits differ by at least 5e-4."""
 
 
 def policy_compute_dtype(policy: str) -> str:
@@ -136,7 +138,8 @@ def test_s04_sensitive_families_run_in_float32(backend: Backend, harness: Harnes
     for name, operation in operations.items():
         got = backend.to_numpy(chosen.autocast(operation)(narrow))
         want = backend.to_numpy(operation(wide))
-        if got.dtype not in (np.float32, np.complex64) or not np.array_equal(got, want):
+        allowed = FLOAT32_ROUNDING * np.abs(want).max()
+        if got.dtype not in (np.float32, np.complex64) or not np.allclose(got, want, FLOAT32_ROUNDING, allowed):
             wrong[name] = got.dtype.name
     assert not wrong, f"not computed in float32: {wrong}"
 

@@ -72,8 +72,10 @@ def ctc(
                 check_ctc_lengths(losses.on_host(lengths), array.shape[1], name)
         used = place[None] < count[:, None]
         wrong = used & ((given < 0) | (given >= classes) | (given == blank))
-        if losses.on_host(labels) is not None and losses.on_host(count) is not None:
-            check_ctc_labels(losses.on_host(labels), losses.on_host(count), classes, blank)
+        host_labels = losses.on_host(labels)
+        host_counts = None if label_lengths is None else losses.on_host(label_lengths)
+        if host_labels is not None and (label_lengths is None or host_counts is not None):
+            check_ctc_labels(host_labels, host_counts, classes, blank)
         repeats = losses.sum(losses.where((given[:, 1:] == given[:, :-1]) & used[:, 1:], 1.0, 0.0), -1)
         outside = (frames < 1.0) | (frames > most[0]) | (count < 0.0) | (count > most[1])
         outside = outside | (losses.sum(losses.where(wrong, 1.0, 0.0), -1) > 0.0)

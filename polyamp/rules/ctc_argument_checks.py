@@ -38,10 +38,10 @@ def check_ctc_lengths(lengths: Any, most: Any, name: str) -> None:
 
 
 def check_ctc_labels(labels: Any, counts: Any, classes: Any, blank: int) -> None:
-    """Raise if one of the first `counts` labels of a row is the blank or no class."""
+    """Raise if one of the first `counts` labels of a row, or of all if it is None, is the blank or no class."""
     import numpy as np
 
-    used = np.arange(labels.shape[1])[None] < counts[:, None]
+    used = True if counts is None else np.arange(labels.shape[1])[None] < counts[:, None]
     wrong = used & ((labels < 0) | (labels >= classes) | (labels == blank))
     if wrong.any():
         row, place = (int(index) for index in np.argwhere(wrong)[0])

@@ -280,6 +280,7 @@ class _PendingRestore(Generic[_State]):
         expected = {**self.parts.arrays, **self.parts.own}
         found = dict(self.found)
         _keep_changed_settings(self.state, changed, expected, found)
+        checkpoint_checks.keep_device_streams(expected, found)
         problems = checkpoint_checks.list_mismatches(expected, found)
         if problems:
             raise CheckpointError(
@@ -294,7 +295,9 @@ class _PendingRestore(Generic[_State]):
     ) -> str | None:
         """Raise for impossible values, and clamp the scale to the new scaler's bounds; return a warning, if any."""
         saved, scaler = saved_settings(self.meta), self.state.recipe.loss_scaler
-        _keep_changed_settings(self.state, changed, {**self.parts.arrays, **self.parts.own}, arrays)
+        expected = {**self.parts.arrays, **self.parts.own}
+        _keep_changed_settings(self.state, changed, expected, arrays)
+        checkpoint_checks.keep_device_streams(expected, arrays)
         values = {name: array for name, array in arrays.items() if hasattr(array, "tobytes")}  # NumPy arrays
         problems = checkpoint_checks.list_impossible_values(values, checkpoint_checks.saved_scaler(saved, scaler))
         if isinstance(self.state.backend, ChecksArrays):

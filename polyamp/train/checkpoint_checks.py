@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.contract.sharded_state import ArrayForm
 from polyamp.errors import LossScaleError, join_first
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+
+
+DEVICE_STREAMS: Final = ("rng/cuda",)
+"""Random streams that a state has only on some devices."""
+
+
+def keep_device_streams(expected: Mapping[str, Any], arrays: dict[str, Any]) -> None:
+    """Let a training go on on another device: a stream that only one of the two has is left as the state has it."""
+    for name in DEVICE_STREAMS:
+        if name in expected and name not in arrays:
+            arrays[name] = expected[name]
+        elif name not in expected:
+            arrays.pop(name, None)
 
 
 def list_mismatches(expected: Mapping[str, Array | ArrayForm], saved: Mapping[str, Array | ArrayForm]) -> list[str]:

@@ -158,7 +158,7 @@ def manifest_forms(manifest: Manifest) -> dict[str, ArrayForm]:
 def read_folder(parts: ShardedState, path: Path, manifest: Manifest) -> dict[str, Any]:
     """Read all arrays, as `import_state` takes them, in new memory; on every process."""
     arrays = parts.read(path / manifest.data, manifest.arrays)
-    saved = {name: arrays[name] for name in manifest.own}
+    saved = {name: arrays[name] for name in manifest.own if name in parts.own}
     return {**arrays, **streams_of_this_rank(parts, saved)}
 
 

@@ -165,3 +165,26 @@ def test_the_islands_are_the_mode_where_the_device_has_the_key() -> None:
     assert "float32_islands='mode'" in repr(model)
     output = copy.copy(model)(device.to_device(X))
     assert output.dtype == torch.float32, "the policy's output"
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_s08_the_loss_of_a_batch_without_any_label_is_0(accumulate_steps: int) -> None:
+    """The host doesn't know the weight; the mean over no label is NaN, and the step skips."""
+
+    def ignoring_loss(model: Any, batch: dict[str, Any]) -> Any:
+        return losses.softmax_cross_entropy(model(batch["x"]), batch["y"], ignore_index=3)
+
+    chosen = recipe("float32", accumulate_steps=accumulate_steps)
+    model = device.to_device(network())
+    state, step = polyamp.init(model, chosen), polyamp.train_step(ignoring_loss, chosen)
+    state, _ = step(state, on_device())
+    before, batch = [value.clone() for value in numbers(model)[:2]], on_device()
+    batch["y"] = device.to_device(torch.full((8,), 3))
+    device.READS.clear()
+    state, result = step(state, batch)
+    assert device.READS == []
+    assert (float(device.to_host(result.loss)), float(device.to_host(result.weight))) == (0.0, 0.0)
+    assert bool(device.to_host(result.skipped))
+    torch.testing.assert_close(numbers(model)[:2], before, rtol=0, atol=0)
+    loss, _ = polyamp.value_and_grad(ignoring_loss)(state, batch)
+    assert float(device.to_host(loss)) == 0.0

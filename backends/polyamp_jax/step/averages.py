@@ -34,9 +34,21 @@ def averaged_values(params: Any, statistics: Any, names: Collection[str], recipe
     wide = jnp.float64 if recipe.policy.param == "float64" else jnp.float32
     running = named_leaves(statistics) if ema.statistics == "average" else {}
     return {
-        "model": {name: leaf.astype(wide) for name, leaf in named_leaves(params).items() if name in names},
-        "running": {n: leaf.astype(wide) for n, leaf in running.items() if jnp.issubdtype(leaf.dtype, jnp.floating)},
+        "model": {name: _widen(leaf, wide) for name, leaf in named_leaves(params).items() if name in names},
+        "running": {n: _widen(leaf, wide) for n, leaf in running.items() if jnp.issubdtype(leaf.dtype, jnp.floating)},
     }
+
+
+def _widen(leaf: jax.Array, wide: Any) -> jax.Array:
+    """Return the stored value of a leaf in a wider dtype.
+
+    A GPU's compiler leaves out the rounding to 16 bits where it fuses the update with this cast
+    (`xla_allow_excess_precision`), so the rounding is said once more.
+    """
+    if leaf.dtype.itemsize > 2:
+        return leaf.astype(wide)
+    own = jnp.finfo(leaf.dtype)
+    return jax.lax.reduce_precision(leaf.astype(wide), own.nexp, own.nmant)
 
 
 def moved_averages(state: Any, params: Any, statistics: Any, step: Any, applied: Any) -> Averages:

@@ -29,7 +29,6 @@ from polyamp_torch.step.loss_weights import (
     nonzero_total,
     row_count,
     total_scale,
-    weighted_loss_sum,
 )
 from polyamp_torch.step.parameter_writes import ParameterSnapshot
 from polyamp_torch.step.replicas import guard_states
@@ -222,9 +221,7 @@ def scaled_backward(
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if known and factor == 1.0 else scaled * factor
         foreign.stash(loss_fn, wide, size)
-        value = wide.detach().float()
-        if not known or factor == 0.0:
-            value = weighted_loss_sum([value], [0.0 if known else factor > 0.0])
+        value = weighting.shown_loss(wide.detach().float(), factor)
         if between is not None:
             between(value)
         if not (weighting.omits and known and factor == 0.0):

@@ -105,6 +105,17 @@ class LossWeighting(ABC):
             counts: False for a pass that runs only because other ranks wait for it.
         """
 
+    def shown_loss(self, loss: torch.Tensor, factor: ScalarOrTensor) -> torch.Tensor:
+        """Return a pass's loss as results show it: 0 if its weight is 0, even if the loss is not finite.
+
+        Args:
+            loss: the loss, detached.
+            factor: the result of `next_factor`.
+        """
+        if isinstance(factor, float):
+            return loss if factor else torch.zeros_like(loss)
+        return torch.where(factor > 0.0, loss, torch.zeros_like(loss))
+
     @property
     @abstractmethod
     def total(self) -> ScalarOrTensor:
@@ -151,6 +162,10 @@ class SingleBatchWeighting(LossWeighting):
             factor = 0.0 if isinstance(self._weight, float) and self._weight == 0.0 else 1.0
         self.factors.append(factor)
         return factor
+
+    def shown_loss(self, loss: torch.Tensor, factor: ScalarOrTensor) -> torch.Tensor:
+        """Return the loss; a weight on a device, which the host doesn't read, may be 0 although the factor is 1."""
+        return super().shown_loss(loss, self._weight if isinstance(self._weight, torch.Tensor) else factor)
 
     @property
     def total(self) -> ScalarOrTensor:

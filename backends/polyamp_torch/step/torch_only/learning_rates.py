@@ -26,7 +26,7 @@ class GroupLearningRates:
         optimizer: an optimizer made from a spec.
         schedules: the schedule of each group; None if its rate is a number. Further groups use the first schedule.
         scales: the multiple of each group.
-        float64: whether rates on the device are float64, like the parameters (S1), and not float32.
+        float64: whether the parameters are float64, for which rates on a device in float32 are too coarse (S1).
 
     Example:
         >>> import polyamp
@@ -85,10 +85,13 @@ class GroupLearningRates:
         return [float(group["lr_scale"]) if index in scheduled else group["lr"] for index, group in enumerate(groups)]
 
     def set(self, applied: torch.Tensor) -> None:
-        """Set every group's rate for the update after `applied` ones: a number on the CPU, else a device scalar."""
+        """Set every group's rate for the update after `applied` ones: a number on the CPU, else a device scalar.
+
+        Rates for float64 parameters are numbers everywhere, for which the host reads the count: a GPU's fused kernels
+        take no float64 scalar.
+        """
         self.multiples()
-        here = int(applied) if can_read_without_sync(applied.device) else None
-        applied = applied.double() if self._float64 else applied
+        here = int(applied) if self._float64 or can_read_without_sync(applied.device) else None
         for schedule in self._rates:
             self._rates[schedule] = schedule(applied, XP) if here is None else float(schedule(here))
         self.write()

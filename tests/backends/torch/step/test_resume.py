@@ -12,6 +12,7 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import CheckpointError
+from polyamp_torch.step.torch_only import random_state
 
 
 def make(native: bool, seed: int) -> tuple[Any, polyamp.Recipe]:
@@ -180,3 +181,32 @@ def test_s22_what_torch_would_refuse_is_refused_first(tmp_path: Path, name: str,
     with pytest.raises(CheckpointError, match=said):
         polyamp.restore(state, tmp_path / "forged")
     assert {key: array.tobytes() for key, array in state.export().items()} == before
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("saved_on_gpu", [False, True])
+def test_s22_a_training_goes_on_on_another_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saved_on_gpu: bool, sharded: bool
+) -> None:
+    """A state on a GPU has its generator's state besides; here the CPU's stands for it."""
+
+    def on_gpu(device: torch.device) -> dict[str, torch.Tensor]:
+        return {"rng/cpu": torch.get_rng_state(), "rng/cuda": torch.get_rng_state()}
+
+    def generators(used: Any) -> None:
+        monkeypatch.setattr("polyamp_torch.step.torch_only.random_state.generator_states", used)
+
+    on_cpu = random_state.generator_states
+    state, recipe = make(native=False, seed=0)
+    run(state, recipe, range(3))
+    generators(on_gpu if saved_on_gpu else on_cpu)
+    assert ("rng/cuda" in state.export()) is saved_on_gpu
+    polyamp.save(state, tmp_path / "checkpoint", sharded=sharded)
+    other, recipe = make(native=False, seed=1)
+    generators(on_cpu if saved_on_gpu else on_gpu)
+    seeded: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: seeded.append(new))
+    restored = polyamp.restore(other, tmp_path / "checkpoint")
+    run(state, recipe, range(3, 4))
+    run(restored, recipe, range(3, 4))
+    assert (restored.step, len(seeded)) == (4, 0 if saved_on_gpu else 1)
