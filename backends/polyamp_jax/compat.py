@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -92,9 +93,7 @@ def equinox_module_classes() -> tuple[type, ...]:
 def walk_nnx_modules(model: Any) -> Any:
     """Yield (keys, module) for an nnx model and every module in it, each once."""
     nnx = loaded_module("flax.nnx")
-    if hasattr(nnx, "iter_modules"):
-        return nnx.iter_modules(model)
-    return model.iter_modules()  # until flax 0.11; deprecated later
+    return nnx.iter_modules(model) if hasattr(nnx, "iter_modules") else model.iter_modules()  # until flax 0.11
 
 
 def nnx_attributes(node: Any) -> dict[str, Any]:
@@ -157,10 +156,10 @@ def named_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def inner_programs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Yield the jaxprs among an equation's parameters."""
-    for param in eqn.params.values():
-        for item in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(item, ClosedJaxpr | Jaxpr):
-                yield item.jaxpr if isinstance(item, ClosedJaxpr) else item
+    params = (param if isinstance(param, tuple | list) else (param,) for param in eqn.params.values())
+    for item in itertools.chain.from_iterable(params):
+        if isinstance(item, ClosedJaxpr | Jaxpr):
+            yield item.jaxpr if isinstance(item, ClosedJaxpr) else item
 
 
 def output_sources(program: ClosedJaxpr) -> list[tuple[int, ...]]:
@@ -277,8 +276,7 @@ def jvp_rule(eqn: JaxprEqn, zeros: Sequence[bool]) -> tuple[Jaxpr, Sequence[Any]
     The jaxpr maps primals and the nonzero tangents to output primals and nonzero output tangents. It does not take
     the first `num_consts` arguments of the call.
     """
-    jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
-    return jaxpr, consts, out_zeros
+    return eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)  # type: ignore[no-any-return]  # untyped in JAX
 
 
 def vjp_forward(eqn: JaxprEqn, values: Sequence[Any], nonzeros: Sequence[bool]) -> tuple[Jaxpr, Sequence[Any]]:
@@ -290,15 +288,13 @@ def vjp_forward(eqn: JaxprEqn, values: Sequence[Any], nonzeros: Sequence[bool]) 
     if any(nonzeros[:count]):
         functions, _ = _subfunctions(eqn, eqn.params)
         functions[1].call_wrapped(*(item for pair in zip(values, nonzeros, strict=True) for item in pair))
-    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzeros[count:])
-    return jaxpr, consts
+    return eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzeros[count:])  # type: ignore[no-any-return]  # the same
 
 
 def vjp_backward(eqn: JaxprEqn) -> Callable[..., Sequence[Any]]:
     """Return a custom_vjp_call's backward rule: residuals and cotangents to cotangents, with its constants' zeros."""
     functions, _ = _subfunctions(eqn, eqn.params)
-    backward: Callable[..., Sequence[Any]] = functions[2].call_wrapped
-    return backward
+    return functions[2].call_wrapped  # type: ignore[no-any-return]  # JAX does not annotate its functions
 
 
 def tangent_zero(primal: Any) -> SymbolicZero:
@@ -328,18 +324,16 @@ def shard_map(function: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Return how many operands of a scan equation are constants of its body, and how many the body carries."""
-    params = eqn.params
-    if "ft_in" in params:  # from jax 0.11: the operands as a tree (constants, carry, items)
-        constants, carry, _ = params["ft_in"].unpack()
-        return len(constants), len(carry)
-    return params["num_consts"], params["num_carry"]
+    if "ft_in" in eqn.params:  # from jax 0.11: the operands as a tree (constants, carry, items)
+        constants, carry, _ = map(len, eqn.params["ft_in"].unpack())
+        return constants, carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
 def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the keyword arguments with which `jax.lax.scan` made a scan equation."""
-    params = eqn.params
-    extra = {"_split_transpose": True} if params.get("_split_transpose") else {}
-    return {name: params[name] for name in ("length", "reverse", "unroll")} | extra
+    extra = {"_split_transpose": True} if eqn.params.get("_split_transpose") else {}
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")} | extra
 
 
 def make_identity_primitive(name: str, tangent: Callable[..., Any], batched: Callable[..., Any]) -> Any:
@@ -384,8 +378,7 @@ def separate_trace_cache(name: str, *, strictly: bool = True) -> Iterator[None]:
 def enable_float64() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which JAX supports float64."""
     here: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")  # an older jax
-    block: contextlib.AbstractContextManager[Any] = here.enable_x64(True)
-    return block
+    return here.enable_x64(True)  # type: ignore[no-any-return]  # JAX does not annotate it
 
 
 def mapped_axes() -> tuple[Any, ...]:

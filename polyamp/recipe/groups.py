@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from polyamp.errors import RecipeError, did_you_mean
+from polyamp.recipe.clip_limits import ClipLimits, check_clip_limits
 from polyamp.recipe.overrides import check_glob
 from polyamp.records import Record
 from polyamp.schedules import Schedule
@@ -16,8 +17,9 @@ from polyamp.schedules import Schedule
 KINDS: Final = ("bias", "norm", "embedding", "vector")
 """Kinds of parameters; `polyamp.rules.parameter_kinds` determines them."""
 RATE_FIELDS: Final = ("learning_rate", "learning_rate_scale")
+CLIP_FIELDS: Final = ("clip_norm", "clip_value")
 _SELECTORS: Final = ("paths", "kind")
-_NOT_OF_THE_SPEC: Final = ("learning_rate_scale", "trainable_after")
+_NOT_OF_THE_SPEC: Final = ("learning_rate_scale", "trainable_after", *CLIP_FIELDS)
 
 
 class Group(Record):
@@ -36,6 +38,9 @@ class Group(Record):
         trainable_after: number of applied updates of the state before the first update of these parameters. Until then
             they count as unused (S23): no update, no decay, and no part in the norm and the finite flag. 0, the
             default, is to train from the start. It is said here instead of freezing the parameters in the framework.
+        clip_norm: maximum L2 norm of the unscaled gradients of this group's parameters together (S11). The recipe's
+            limit is then that of the other parameters, by their own norm. `clip_eps` is the recipe's.
+        clip_value: maximum magnitude of each element of their gradients. Excludes `clip_norm`.
 
     If several groups set one hyperparameter of a parameter, the first of these rules decides: a group with a kind
     precedes one without; the longest glob wins (S5); the later group wins. Each hyperparameter is decided separately,
@@ -71,6 +76,8 @@ class Group(Record):
     initial_accumulator_value: float | None = None
     method: str | None = None
     trainable_after: int | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
 
     def __post_init__(self) -> None:
         paths = (self.paths,) if isinstance(self.paths, str) else self.paths
@@ -101,6 +108,7 @@ class Group(Record):
             raise RecipeError(
                 f"learning_rate_scale must be a finite number of at least 0. Received: learning_rate_scale={scale!r}."
             )
+        check_clip_limits(ClipLimits(self.clip_norm, self.clip_value))
         start: Any = self.trainable_after
         if start is not None and (isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < 2**31):
             raise RecipeError(

@@ -325,7 +325,7 @@ def update_states(
 ) -> tuple[list[ReferenceState], list[StepResult]]:
     """Run the second half of a step (S9 to S14): measure every state's gradients, decide, commit."""
     grads = [_without_waiting(state, item) for state, item in zip(states, grads, strict=True)]
-    norms = [_global_norm(item) for item in grads]
+    norms = [_norm(_existing_gradients(item).values()) for item in grads]
     flags = [np.asarray(all(np.isfinite(v).all() for v in _existing_gradients(item).values())) for item in grads]
     after, results = [], []
     for state, item, norm, finite in zip(states, grads, norms, flags, strict=True):
@@ -343,10 +343,9 @@ def _without_waiting(state: ReferenceState, grads: Gradients) -> Gradients:
     return grads._replace(values=values)
 
 
-def _global_norm(grads: Gradients) -> np.float64:
-    """Return the global norm, computed in float64."""
-    total = sum(float(np.sum(np.square(v, dtype=np.float64))) for v in _existing_gradients(grads).values())
-    return np.float64(np.sqrt(total))
+def _norm(values: Iterable[Array]) -> np.float64:
+    """Return the norm of gradients together, computed in float64."""
+    return np.float64(np.sqrt(sum(float(np.sum(np.square(value, dtype=np.float64))) for value in values)))
 
 
 def _commit_update(
@@ -358,15 +357,20 @@ def _commit_update(
         return msgspec.structs.replace(state, **counted)
     recipe = state.recipe
     wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of values applied to masters (S1)
-    clipped = clip.clip_transformation(recipe.clip, wide(norm), XP)
+    names = list(state.groups.numbers)
+    wanted: list[Any] = [None if grads.values[name] is None else grads.values[name].astype(wide) for name in names]
+    made = clip.clip_gradients(
+        state.groups.clip_sets(recipe.clip), wanted, wide(norm), lambda own: wide(_norm(wanted[n] for n in own)), XP
+    )
+    clipped = dict(zip(names, made, strict=True))
     parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
-    for name, value in _existing_gradients(grads).items():
+    for name in _existing_gradients(grads):
         counts[name] = np.asarray(counts[name] + 1, np.int32)
         member = state.groups.of(name)
         new, slots[name] = member.spec.update(
             XP,
             parameters[name],
-            clipped(value.astype(wide)),
+            clipped[name],
             state.slots[name],
             wide(member.rate(state.step, XP)),
             wide(counts[name]),

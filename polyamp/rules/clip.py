@@ -1,16 +1,28 @@
-"""S11: clipping of the unscaled gradients, by their global norm or by value.
+"""S11: clipping of the unscaled gradients, by their norm or by value.
 
-`clip_transformation` is the one function that a backend applies to gradients. torch's kernels take `clip_factor` in the
+`clip_gradients` is the one function that a backend applies to gradients. torch's kernels take `clip_factor` in the
 divisor that unscales, and clamp in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.recipe.clip_limits import ClipLimits
+
+
+class ClipSet(NamedTuple):
+    """Parameters whose gradients are clipped together.
+
+    Attributes:
+        limits: their limits.
+        places: their indices in the parameters' order.
+    """
+
+    limits: ClipLimits
+    places: tuple[int, ...]
 
 
 def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace, eps: float = 0.0) -> Any:
@@ -45,3 +57,31 @@ def clip_transformation(limits: ClipLimits, norm: Any, xp: ArrayNamespace) -> Ca
         largest = limits.value
         return lambda grad: xp.minimum(xp.maximum(grad, xp.asarray(-largest, grad)), xp.asarray(largest, grad))
     return lambda grad: grad
+
+
+def clip_gradients(
+    sets: Sequence[ClipSet], grads: Sequence[Any], norm: Any, norm_of: Callable[[list[int]], Any], xp: ArrayNamespace
+) -> list[Any]:
+    """Return the clipped gradients.
+
+    Args:
+        sets: the result of `GroupMembers.clip_sets`.
+        grads: one gradient per parameter, in order; None stays None.
+        norm: norm of all gradients, scalar.
+        norm_of: indices of gradients -> their norm, a scalar like `norm`. Called if there are several sets.
+        xp: the framework's array namespace.
+
+    >>> from polyamp.array_namespace import PYTHON
+    >>> sets = [ClipSet(ClipLimits(norm=1.0), (0, 1)), ClipSet(ClipLimits(), (2,))]
+    >>> clip_gradients(sets, [3.0, None, 4.0], 5.0, lambda places: 3.0, PYTHON)
+    [1.0, None, 4.0]
+    """
+    clipped = list(grads)
+    for limits, places in sets:
+        own = [place for place in places if grads[place] is not None]
+        if own:
+            of_set = norm if len(sets) == 1 or limits.norm is None else norm_of(own)
+            transform = clip_transformation(limits, of_set, xp)
+            for place in own:
+                clipped[place] = transform(grads[place])
+    return clipped

@@ -7,18 +7,36 @@ a framework's own optimizer, one member applies to all parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import RecipeError, join_first
 from polyamp.recipe import overrides, path_aliases
-from polyamp.recipe.groups import RATE_FIELDS, Group
+from polyamp.recipe.clip_limits import ClipLimits
+from polyamp.recipe.groups import CLIP_FIELDS, RATE_FIELDS, Group
 from polyamp.recipe.optimizer_spec import ParameterFacts
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.records import Record
+from polyamp.rules.clip import ClipSet
 from polyamp.rules.parameter_kinds import ParameterLeaf, find_embeddings, paths_of_kind
 from polyamp.schedules import ScaledSchedule
+
+_HYPERPARAMETERS: Final = dict.fromkeys(RATE_FIELDS, "learning_rate") | dict.fromkeys(CLIP_FIELDS, "clip")
+"""Two names of one hyperparameter -> what they set."""
+
+
+class GroupClip(NamedTuple):
+    """Limits that a group sets.
+
+    Attributes:
+        group: index of the group in the recipe's optimizer: its parameters are clipped together.
+        norm, value: its `clip_norm` and `clip_value`.
+    """
+
+    group: int
+    norm: float | None
+    value: float | None
 
 
 class GroupHyperparameters(NamedTuple):
@@ -30,12 +48,14 @@ class GroupHyperparameters(NamedTuple):
         scale: factor of the learning rate (`learning_rate_scale`).
         own_rate: whether the group sets the rate, so that it does not follow the recipe's.
         start: number of applied updates before the first update of the parameters (`trainable_after`).
+        clip: the group's limits in place of the recipe's, or None.
     """
 
     spec: Any
     scale: float = 1.0
     own_rate: bool = False
     start: int = 0
+    clip: GroupClip | None = None
 
     @property
     def learning_rate(self) -> Any:
@@ -67,12 +87,14 @@ class GroupMembers(Record):
         distinct, numbers: as given.
         order: the indices without the paths.
         starts: path -> number of applied updates before the parameter's first update, where it is not 0.
+        has_clips: whether a group has limits of its own.
     """
 
     distinct: Sequence[GroupHyperparameters]
     numbers: Mapping[str, int]
     order: ClassVar[tuple[int, ...]]  # per instance, no field
     starts: ClassVar[Mapping[str, int]]  # per instance, no field
+    has_clips: ClassVar[bool]  # per instance, no field
 
     def __post_init__(self) -> None:
         self._set_field("distinct", tuple(self.distinct))
@@ -80,6 +102,7 @@ class GroupMembers(Record):
         self._set_field("order", tuple(self.numbers.values()))
         starts = {path: self.distinct[number].start for path, number in self.numbers.items()}
         self._set_field("starts", {path: start for path, start in starts.items() if start})
+        self._set_field("has_clips", any(member.clip is not None for member in self.distinct))
 
     def _key(self) -> tuple[Any, ...]:
         return self.distinct, tuple(self.numbers.items())
@@ -102,13 +125,37 @@ class GroupMembers(Record):
         """Return the hyperparameters of every parameter, in the parameters' order."""
         return [self.distinct[number] for number in self.order]
 
+    def common_clip(self, limits: ClipLimits) -> ClipLimits:
+        """Return the recipe's limits, or none if a group has its own, so that the gradients have several norms."""
+        return ClipLimits() if self.has_clips else limits
+
+    def clip_sets(self, limits: ClipLimits) -> list[ClipSet]:
+        """Return which parameters are clipped together, and how (S11); every parameter lies in one set.
+
+        Args:
+            limits: the recipe's, for the parameters without limits of a group.
+        """
+        sets: dict[GroupClip | None, list[int]] = {}
+        for place, member in enumerate(self.each()):
+            sets.setdefault(member.clip, []).append(place)
+        eps = limits.eps
+        return [
+            ClipSet(
+                limits if own is None else ClipLimits(own.norm, own.value, 0.0 if own.norm is None else eps),
+                tuple(places),
+            )
+            for own, places in sets.items()
+        ]
+
     def __repr__(self) -> str:
         lines = [f"Members of {len(self.numbers)} parameters:"]
         for number, member in enumerate(self.distinct):
             paths = [path for path, own in self.numbers.items() if own == number]
             scale = "" if member.scale == 1.0 else f", learning rate times {member.scale:g}"
             start = f", trainable after {member.start} updates" if member.start else ""
-            lines.append(f"  {member.spec!r}{scale}{start}: {join_first(paths, 6)}")
+            limits = {} if member.clip is None else member.clip._asdict()
+            clips = [f", clip_{name} {limits[name]:g}" for name in ("norm", "value") if limits.get(name) is not None]
+            lines.append(f"  {member.spec!r}{scale}{start}{''.join(clips)}: {join_first(paths, 6)}")
         return "\n".join(lines)
 
 
@@ -156,7 +203,7 @@ def resolve_group_members(
         _check_globs_match(group, number, every)
         for path, rank in _select_parameters(group, told, names).items():
             for name, value in group.settings.items():
-                one = "learning_rate" if name in RATE_FIELDS else name  # both names set the same hyperparameter
+                one = _HYPERPARAMETERS.get(name, name)
                 found = (*rank, number)
                 if one not in chosen[path] or chosen[path][one][0] <= found:
                     chosen[path][one] = (found, name, value)
@@ -183,13 +230,15 @@ def _group_hyperparameters(
     base: Any, chosen: Mapping[str, tuple[Any, str, Any]], facts: ParameterFacts
 ) -> GroupHyperparameters:
     settings = {name: value for _, name, value in chosen.values()}
+    limits = {name: settings.pop(name) for name in CLIP_FIELDS if name in settings}
+    clip = GroupClip(chosen["clip"][0][-1], limits.get("clip_norm"), limits.get("clip_value")) if limits else None
     scale, start = float(settings.pop("learning_rate_scale", 1.0)), settings.pop("trainable_after", 0)
     spec = base.replace(**settings) if settings else base
     own = spec.parameter_settings(facts)
     has_rate = "learning_rate" in settings
     changes = {name: value for name, value in own.items() if name != "learning_rate" or not has_rate}
     has_own = has_rate or "learning_rate" in own
-    return GroupHyperparameters(spec.replace(**changes) if changes else spec, scale, has_own, start)
+    return GroupHyperparameters(spec.replace(**changes) if changes else spec, scale, has_own, start, clip)
 
 
 def _parameter_names(

@@ -59,6 +59,19 @@ def _zero_waiting(state: JaxState, values: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
 
 
+def _clip_gradients(state: JaxState, values: Any, norm: jax.Array) -> Any:
+    """Return the clipped gradients (S11)."""
+    structure = jax.tree.structure(state.params)
+    leaves = leaves_like(values, state.params)
+    sets = state.groups.clip_sets(state.recipe.clip)
+
+    def norm_of(places: list[int]) -> jax.Array:
+        kept = [leaf if place in places else None for place, leaf in enumerate(leaves)]
+        return sharded_norm_and_finite(state, jax.tree.unflatten(structure, kept))[0]
+
+    return jax.tree.unflatten(structure, clip.clip_gradients(sets, leaves, norm, norm_of, XP))
+
+
 def _commit_update(
     state: JaxState, grads: Gradients, values: Any, norm: jax.Array, decision: UpdateDecision
 ) -> JaxState:
@@ -67,9 +80,9 @@ def _commit_update(
     The selection is elementwise, not a conditional. XLA fuses it into the update's own loop, which reads the old
     values anyway. A conditional would make a GPU's host wait for the flag.
     """
-    recipe, running = state.recipe, grads.running
+    running = grads.running
     extra = OptaxExtraArguments(grads.loss, values)
-    values = jax.tree.map(clip.clip_transformation(recipe.clip, norm, XP), values)
+    values = _clip_gradients(state, values, norm)
     idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
     trains = _trains_now(state) if state.groups.starts else None
     late = frozenset(n for n, own in enumerate(trains or ()) if own is not None)

@@ -16,10 +16,12 @@ import msgspec
 import tensorflow as tf
 
 from polyamp.errors import RecipeError
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.serialization import record_from_data, to_plain_data
-from polyamp.rules.group_members import GroupHyperparameters, GroupMembers, resolve_group_members
+from polyamp.rules.clip import ClipSet
+from polyamp.rules.group_members import GroupClip, GroupHyperparameters, GroupMembers, resolve_group_members
 from polyamp_tensorflow.arrays import XP, at_least_float32, native_variable, to_dense
 from polyamp_tensorflow.compat import own_trainable_variables, variable_index
 from polyamp_tensorflow.models.layers import layer_path_aliases, list_layers
@@ -155,6 +157,14 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             for flag, gradient in zip(own, gradients, strict=True)
         ]
 
+    def clip_sets(self, variables: list[Any], limits: ClipLimits) -> list[ClipSet]:
+        """Return which of the variables are clipped together, by their indices in this list (S11)."""
+        if not self.groups.has_clips:
+            return [ClipSet(limits, tuple(range(len(variables))))]
+        at = {variable_index(self, variable): place for place, variable in enumerate(variables)}
+        sets = self.groups.clip_sets(limits)
+        return [ClipSet(own, tuple(at[index] for index in places if index in at)) for own, places in sets]
+
     def _member(self, index: int) -> GroupHyperparameters:
         return self.groups.distinct[self._number(index)]
 
@@ -236,7 +246,10 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         config = {"name": self.name, "spec": to_plain_data(self.spec)}
         if self.groups.is_ungrouped and not self.spec.needs_model:
             return config
-        distinct = [{**member._asdict(), "spec": to_plain_data(member.spec)} for member in self.groups.distinct]
+        distinct = [
+            {**member._asdict(), "spec": to_plain_data(member.spec), "clip": member.clip and list(member.clip)}
+            for member in self.groups.distinct
+        ]
         return {**config, "groups": {"distinct": distinct, "numbers": dict(self.groups.numbers)}}
 
     @classmethod
@@ -251,7 +264,13 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             found, groups = config.get("groups"), None
             if found is not None:
                 distinct = [
-                    GroupHyperparameters(**{**m, "spec": record_from_data(m["spec"], OptimizerSpec)})
+                    GroupHyperparameters(
+                        **{
+                            **m,
+                            "spec": record_from_data(m["spec"], OptimizerSpec),
+                            "clip": GroupClip(*m["clip"]) if m.get("clip") else None,
+                        }
+                    )
                     for m in found["distinct"]
                 ]
                 groups = GroupMembers(distinct, found["numbers"])

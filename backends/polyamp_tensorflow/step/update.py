@@ -110,11 +110,20 @@ def run_optimizer(
         warn: whether Keras warns about unused variables.
     """
     variables, present = [variable for variable, _ in pairs], [gradient is not None for _, gradient in pairs]
+    if isinstance(optimizer, SpecOptimizer):
+        sets = optimizer.clip_sets(variables, limits)
+    else:
+        sets = [clip.ClipSet(limits, tuple(range(len(variables))))]
 
     def update(gradients: list[Any], norm: Any) -> None:
-        clipped = map(clip.clip_transformation(limits, norm, XP), gradients)
+        given = iter(gradients)
+        every = [next(given) if own else None for own in present]
+
+        def norm_of(places: list[int]) -> Any:
+            return global_norm_and_finite([every[place] for place in places])[0]
+
         with share_scalar_reads(optimizer):
-            optimizer.apply([next(clipped) if own else None for own in present], variables)
+            optimizer.apply(clip.clip_gradients(sets, every, norm, norm_of, XP), variables)
 
     unused = [variable for variable, gradient in pairs if gradient is None]
     with replicas.skip_gradient_reduction(optimizer), skip_unused_parameters(optimizer, unused, warn=warn):

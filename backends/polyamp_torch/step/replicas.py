@@ -184,6 +184,35 @@ class TorchReplicas:
             norm, finite = global_norm_and_finite(grads, scale, **how)
             self._check_marks(marks, started.mark, len(grads))
             return StepScalars(norm, finite, loss, total, marks, announcements, scale)
+        squares, finite = self._local_squares(parameters, grads, scale, **how)
+        mark = self._mark(len(grads))
+        found = all_reduce_step_scalars(squares, finite, own.loss, own.total, self.group, mark, announced=own.announced)
+        self._check_marks(found.marks, mark, len(grads))
+        by = _replica_scale(None, found.total, own.divided)
+        if by is None:
+            return found._replace(scale=scale)
+        norm = found.norm / by
+        finite = found.finite & torch.isfinite(norm.float())  # else a quotient beyond float32 would be written
+        return found._replace(norm=norm, finite=finite, scale=_replica_scale(scale, found.total, own.divided))
+
+    def norms(self, members: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]], **how: Any) -> list[torch.Tensor]:
+        """Return the norms of several sets of gradients over all processes, float64 scalars, by one all-reduce.
+
+        Args:
+            members: for each set its parameters, and the local parts of their gradients.
+            **how: options of `global_norm_and_finite`.
+        """
+        if not self.several or self.engine.has_equal_gradients:
+            return [global_norm_and_finite(grads, **how).norm for _, grads in members]
+        from polyamp_torch.distributed.all_reduce import all_reduce_sum
+
+        squares = [self._local_squares(parameters, grads, None, **how)[0] for parameters, grads in members]
+        return list(all_reduce_sum(squares, self.group, squares[0].device).sqrt())
+
+    def _local_squares(
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], scale: torch.Tensor | None, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this process's part of the squared norm (float64 scalar), and its finite flag."""
         device = grads[0].device
         classes: dict[float, list[torch.Tensor]] = {}
         for p, grad in zip(parameters, grads, strict=True):
@@ -198,16 +227,7 @@ class TorchReplicas:
             shares = [torch.zeros((), dtype=torch.float64, device=device)]
             flags = [torch.ones((), dtype=torch.bool, device=device)]
         squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
-        mark = self._mark(len(grads))
-        found = all_reduce_step_scalars(squares, finite, own.loss, own.total, self.group, mark, announced=own.announced)
-        self._check_marks(found.marks, mark, len(grads))
-        by = _replica_scale(None, found.total, own.divided)
-        if by is None:
-            return found._replace(scale=scale)
-        norm = found.norm / by
-        finite = found.finite & torch.isfinite(norm.float())  # else a quotient beyond float32 would be written
-        return found._replace(norm=norm, finite=finite, scale=_replica_scale(scale, found.total, own.divided))
+        return squares, flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
     def passes(self, parts: list[Any], count: int, *, narrow: bool) -> list[MicroBatchPass]:
         """Return the passes of a step (S8); gradients are reduced over the replicas after the last one.

@@ -14,6 +14,7 @@ from torch import nn
 from polyamp.contract.backend import Backend
 from polyamp.display import StateDisplayMixin
 from polyamp.errors import ModelError, StateError
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refresh, step_checks
@@ -338,6 +339,11 @@ class TorchState(StateDisplayMixin):
         with DeferInterrupts(), self.lock:
             self.check_alive()
             state_arrays.write_state_arrays(self, arrays)
+
+    @property
+    def common_clip(self) -> ClipLimits:
+        """The limits of all gradients together (S11)."""
+        return self.groups.common_clip(self.recipe.clip)
 
     @property
     def frozen(self) -> list[tuple[str, Any]]:

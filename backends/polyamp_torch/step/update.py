@@ -211,7 +211,7 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
 
     Off the CPU, gradients count as not finite if the divisor leaves float32: above 3.4e38 * clip_norm before unscaling.
     """
-    limits, scale, reduction = state.recipe.clip, grads.scale, grads.reduction
+    limits, scale, reduction = state.common_clip, grads.scale, grads.reduction
     if state.replicas.several:
         norm, finite, scale = _all_reduce_grad_stats(state, grads)
         weight = grads.weight if reduction is None else reduction.weight
@@ -260,9 +260,9 @@ def _update(
             return
         if by is not None and by.item() == 1.0:
             by = None
-    values, largest = grads.values, state.recipe.clip_value
+    values, largest, apart = grads.values, state.common_clip.value, state.groups.has_clips
     if grads.places is not None:
-        if by is not None or largest is not None:
+        if by is not None or largest is not None or apart:
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
@@ -278,6 +278,8 @@ def _update(
         by = _divide_unless_fused(state, values, measured.scale, measured.norm, by)
     if largest is not None:
         clamp_gradients_(values, largest, alike=state.one_device)
+    elif apart:
+        _clip_sets_(state, parameters, values)
     shards, trains = state.shards, late_groups.group_flags(state)
     with NULL_CONTEXT if shards is None else shards.inside(state.optimizer, parameters, values):
         optimizers.apply_optimizer(
@@ -294,6 +296,26 @@ def _update(
         )
     for p in grads.places or ():  # another state may share the parameter, with a differently clipped gradient
         p.grad = None
+
+
+def _clip_sets_(state: TorchState, parameters: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Clip the unscaled gradients of each set in place, by its own limits (S27)."""
+    known = {id(p): (p, value) for p, value in zip(parameters, values, strict=True)}
+    every = list(state.parameters.values())
+    sets = []
+    for limits, places in state.groups.clip_sets(state.recipe.clip):
+        own = [known[id(every[place])] for place in places if id(every[place]) in known]
+        if own and any(limit is not None for limit in (limits.norm, limits.value)):
+            sets.append((limits, [p for p, _ in own], [value for _, value in own]))
+    by_norm = [(limits, own, grads) for limits, own, grads in sets if limits.norm is not None]
+    norms = state.replicas.norms([(own, grads) for _, own, grads in by_norm], alike=state.one_device) if by_norm else []
+    for (limits, _, grads), norm in zip(by_norm, norms, strict=True):
+        assert limits.norm is not None
+        by = clip.clip_factor(norm, limits.norm, XP, limits.eps).reciprocal()
+        divide_gradients_(grads, by, alike=state.one_device)
+    for limits, _, grads in sets:
+        if limits.value is not None:
+            clamp_gradients_(grads, limits.value, alike=state.one_device)
 
 
 def _zero_waiting(state: TorchState, grads: UpdateGradients) -> UpdateGradients:
@@ -342,7 +364,7 @@ def _divide_unless_fused(
     state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
 ) -> torch.Tensor | None:
     """Divide the gradients unless the optimizer's kernels can; return the remaining divisor."""
-    limits = state.recipe.clip
+    limits = state.common_clip
     if (
         can_read_without_sync(state.device)
         and not _SAFE_SCALE_RANGE[0] < by.item() < _SAFE_SCALE_RANGE[1]
@@ -350,7 +372,7 @@ def _divide_unless_fused(
     ):
         unscale_then_clip_(values, scale, clip.clip_factor(norm, limits.norm, XP, limits.eps))
         return None
-    if optimizers.has_grad_scale(state.optimizer) and state.recipe.clip_value is None:
+    if optimizers.has_grad_scale(state.optimizer) and limits.value is None and not state.groups.has_clips:
         return by.float()
     divide_gradients_(values, by, alike=state.one_device)
     return None

@@ -10,6 +10,8 @@ import pytest
 
 import polyamp
 from polyamp import Group, PolicyError, PolyampError, Recipe, RecipeError, adamw, no_decay, schedules, sgd
+from polyamp.recipe.clip_limits import ClipLimits
+from polyamp.rules.clip import ClipSet
 from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.parameter_kinds import ParameterLeaf
 
@@ -215,3 +217,19 @@ def test_s05_an_alias_may_be_of_a_module_that_trains_nothing() -> None:
         resolve_group_members(
             recipe, ["h/0"], lambda: [ParameterLeaf("h/0", 2)], backend="torch", modules=lambda: ["attention"]
         )
+
+
+def test_s27_which_parameters_are_clipped_together() -> None:
+    """One limit decides for each parameter; the sets of two groups stay apart, whatever their limits."""
+    groups = [Group("wte", clip_norm=1.0), Group("h/**", clip_norm=1.0), Group(kind="vector", clip_value=0.5)]
+    found = resolved(adamw(groups=groups))
+    by_norm, by_value = ClipLimits(1.0, None, 1e-6), ClipLimits(value=0.5)
+    sets = [ClipSet(by_norm, (0,)), ClipSet(by_value, (1, 2)), ClipSet(by_norm, (3,))]
+    assert found.clip_sets(ClipLimits(norm=2.0, eps=1e-6)) == sets
+    assert found.has_clips
+    assert found.common_clip(ClipLimits(norm=2.0)) == ClipLimits()
+    assert "clip_value 0.5" in repr(found)
+    plain = resolved(adamw(groups=no_decay("vector")))
+    assert not plain.has_clips
+    assert plain.common_clip(ClipLimits(norm=2.0)) == ClipLimits(norm=2.0)
+    assert [limits for limits, _ in plain.clip_sets(ClipLimits(norm=2.0))] == [ClipLimits(norm=2.0)]

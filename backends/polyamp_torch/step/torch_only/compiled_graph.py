@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import PolyampError, UnsupportedError
+from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import LossFunction, StepResult
@@ -195,13 +196,15 @@ class CompiledGraph:
         norm, finite = global_norm_and_finite(
             total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True
         )
-        by = unscale_and_clip_divisor(norm, scale, recipe.clip)
+        limits = ClipLimits() if self.groups.clips else recipe.clip
+        by = unscale_and_clip_divisor(norm, scale, limits)
         if by is not None:
             narrow = by if total[0].dtype == torch.float64 else by.float()
             finite = finite & torch.isfinite(narrow)
             total = [_to_float32(value) / narrow for value in total]
-        if recipe.clip_value is not None:
-            total = [value.clamp(-recipe.clip_value, recipe.clip_value) for value in total]
+        if limits.value is not None:
+            total = [value.clamp(-limits.value, limits.value) for value in total]
+        total = self.groups.clip(self._used, total)
         stats = GradStats(norm.float(), finite, weight)
         decision = decide(scaler, scale_state, step, stats, [finite], "all", XP)
         checked = decision.finite
@@ -336,7 +339,7 @@ class CompiledGraph:
         """Run the specs' formula for every parameter, from its `current` value; keep the result if `finite`, and if the
         parameter `trains`."""
         assert self.groups is not None
-        specs, numbers, _ = self.groups
+        specs, numbers = self.groups.specs, self.groups.numbers
         flags = [both(finite, own) for own in trains]
         wide_step = step.to(self._dtype)  # formulas would convert an integer to float32
         now = [

@@ -12,6 +12,7 @@ from polyamp.rules import clip
 from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.update_decision import GradStats
 from polyamp_mlx.arrays import XP
+from polyamp_mlx.step.grad_stats import global_norm_and_finite
 from polyamp_mlx.step.state import Arrays, MLXState
 
 
@@ -40,14 +41,22 @@ def update_parameters(
         chosen: (new, old) -> the one that the step's decision selects.
     """
     recipe = state.recipe
-    clipped = clip.clip_transformation(recipe.clip, measured.norm, XP)
+    paths = list(state.groups.numbers)
+    wanted = [None if grads.values[path] is None else grads.values[path].astype(mx.float32) for path in paths]
+
+    def norm_of(places: list[int]) -> mx.array:
+        own = {paths[place]: wanted[place] for place in places}
+        return global_norm_and_finite(grads._replace(values=own)).norm
+
+    made = clip.clip_gradients(state.groups.clip_sets(recipe.clip), wanted, measured.norm, norm_of, XP)
+    clipped = dict(zip(paths, made, strict=True))
     rates = [member.rate(state.step, XP) for member in state.groups.distinct]
     parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
     for path, value in grads.values.items():
         if value is None:
             continue
         old, count = parameters[path], counts[path] + 1
-        wide, grad = old.astype(mx.float32), clipped(value.astype(mx.float32))
+        wide, grad = old.astype(mx.float32), clipped[path]
         spec, rate = state.groups.of(path).spec, rates[state.groups.numbers[path]]
         new, moved = spec.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
         parameters[path] = chosen(new, old)

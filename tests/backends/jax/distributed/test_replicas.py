@@ -48,7 +48,7 @@ def over_replicas(way: str, function: Callable[..., Any], out: Any = EVERYWHERE)
 def test_s09_replicas_equal_one_with_all_rows(way: str, policy: str, mode: str, windows: int, make_kind: Any) -> None:
     """50 steps, some of which overflow in one replica; fewer of pmap, which takes the state apart each time."""
     made = make_kind("function")
-    late = polyamp.Group(kind="vector", trainable_after=4)
+    late = polyamp.Group(kind="vector", trainable_after=4, clip_norm=0.01)
     recipe = polyamp.Recipe(
         policy=polyamp.Policy(policy, mode=mode),
         optimizer=polyamp.adamw(1e-2, eps=1e-3, groups=[late]),

@@ -55,7 +55,7 @@ def assert_alike(found: list[Any]) -> None:
 
 
 RATE = polyamp.schedules.warmup_cosine(1e-2, warmup_steps=5, total_steps=40)
-GROUPS = [polyamp.Group("**/bias", weight_decay=0.0), polyamp.Group("hidden/**", trainable_after=2)]
+GROUPS = [polyamp.Group("**/bias", weight_decay=0.0, clip_norm=0.01), polyamp.Group("hidden/**", trainable_after=2)]
 RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": polyamp.sgd(0.1, momentum=0.9), "accumulate_steps": 2},
     "adamw": {"optimizer": polyamp.adamw(RATE, groups=GROUPS), "clip_norm": 0.1, "accumulate_steps": 3},

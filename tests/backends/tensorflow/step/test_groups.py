@@ -86,7 +86,7 @@ def test_s27_fit_trains_the_groups_and_a_saved_model_keeps_them(tmp_path: Path) 
     groups = [
         *no_decay("bias", "norm"),
         Group("dense", learning_rate_scale=0.5, trainable_after=2),
-        Group("dense_1", learning_rate=0.02),
+        Group("dense_1", learning_rate=0.02, clip_norm=0.05),
     ]
     made = polyamp.Recipe(optimizer=polyamp.adamw(COSINE, weight_decay=0.3, groups=groups))
     x, y = batch(0)

@@ -71,7 +71,7 @@ def recipes(rank: int, world: int) -> dict[str, tuple[float, ...]]:
             schedules.warmup_cosine(1e-2, warmup_steps=3, total_steps=20),
             groups=[
                 polyamp.Group(kind="bias", weight_decay=0.0),
-                polyamp.Group("4/**", learning_rate_scale=0.5),
+                polyamp.Group("4/**", learning_rate_scale=0.5, clip_norm=0.05),
                 polyamp.Group("0/**", trainable_after=4),
             ],
         ),

@@ -14,7 +14,7 @@ from polyamp_torch.step.optimizers import apply_optimizer
 from tests.backends.torch.step.test_groups import batch, loss_fn, network
 
 COSINE = schedules.warmup_cosine(0.05, 2, 10)
-LATE = Group("0", trainable_after=3, learning_rate_scale=0.5)
+LATE = Group("0", trainable_after=3, learning_rate_scale=0.5, clip_norm=0.05)
 SPECS = [polyamp.sgd(0.1, momentum=0.9), polyamp.adamw(COSINE, weight_decay=0.1), polyamp.lion(0.01)]
 
 
