@@ -41,8 +41,9 @@ FEATURES: Final = ("writes", "counts", "regions", "float64", "python", "recipes"
 - regions: layers run in a nested region of float32 (S3): torch's `autocast(enabled=False)`, a second policy in JAX, an
   explicit dtype of Keras's layers.
 - float64: the policy is float64, and so must be everything that acts on the parameters (S1).
-- recipes: moving averages, and optimizers that need a parameter as a whole or have averages themselves. The former are
-  left out where frameworks store a layer as other arrays (attention, recurrent layers).
+- recipes: moving averages, a head that is clipped or starts by itself, and optimizers that need a parameter as a whole
+  or have averages themselves. The former are left out where frameworks store a layer as other arrays (attention,
+  recurrent layers).
 - python: torch's `forward` counts its calls in a Python attribute, and one of ten such steps is compiled.
 """
 READY: Final[tuple[str, ...]] = ("writes", "counts", "regions", "python", "recipes")
@@ -445,6 +446,14 @@ def _recipes(rng: random.Random, found: Description) -> None:
         found["optimizer"] = spec
     if kind != "schedule_free" and rng.random() < 0.3:
         found["ema"] = {"decay": rng.choice((0.5, 0.9)), "warmup": rng.random() < 0.5, "every": rng.choice((1, 1, 2))}
+    own = [head["name"] for head in found["heads"] if "tied" not in head]
+    if own and rng.random() < 0.25:
+        group = {"paths": f"**/{rng.choice(own)}", **rng.choice(({"clip_norm": 0.05}, {"clip_value": 0.01}))}
+        if rng.random() < 0.3:
+            group["trainable_after"] = rng.choice((1, 2))
+        if rng.random() < 0.3:
+            group["learning_rate_scale"] = 0.5
+        found["optimizer"] = {**found["optimizer"], "groups": [group]}
 
 
 _ADDED: Final[dict[str, Callable[[random.Random, Description], None]]] = {

@@ -25,6 +25,7 @@ def recipe(description: Description, policy: str | None = None) -> Recipe:
     """The recipe; with another policy's name instead of its own (then without mode and overrides), the same scaler."""
     said = description["policy"] if policy is None else {"name": policy}
     optimizer = dict(description["optimizer"])
+    groups = [polyamp.Group(**group) for group in optimizer.pop("groups", ())]
     scaler = dict(description["scaler"])
     rate = optimizer["learning_rate"]
     if isinstance(rate, dict):
@@ -36,7 +37,7 @@ def recipe(description: Description, policy: str | None = None) -> Recipe:
     return Recipe(
         policy=polyamp.Policy(said["name"], **_plain(said, "name")),
         scaler=made,
-        optimizer=getattr(polyamp, optimizer["type"])(**_tuples(_plain(optimizer))),
+        optimizer=getattr(polyamp, optimizer["type"])(**_tuples(_plain(optimizer)), groups=groups),
         clip_norm=description["clip_norm"],
         accumulate_steps=description["accumulate_steps"],
         ema=polyamp.Ema(**description["ema"]) if "ema" in description else None,

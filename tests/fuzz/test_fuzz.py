@@ -105,6 +105,8 @@ def test_the_grammar_reaches_everything() -> None:
         "schedule_free",
     }  # fmt: skip
     assert 20 < sum("ema" in found for found in several) < 150
+    settings = {name for found in several for group in found["optimizer"].get("groups", ()) for name in group}
+    assert settings == {"paths", "clip_norm", "clip_value", "trainable_after", "learning_rate_scale"}
     assert {found["scaler"]["kind"] for found in several} == {"dynamic", "static", "like", "off"}
     rates = [found["optimizer"]["learning_rate"] for found in several]
     assert {rate["type"] for rate in rates if isinstance(rate, dict)} == {
