@@ -1,4 +1,4 @@
-"""Version-dependent and private API of JAX, flax, haiku, equinox and optax: jaxpr equations, module classes, closures.
+"""Version-dependent and private API of JAX, flax and equinox: jaxpr equations, module classes.
 
 Everything else in the backend uses documented names only. A test enforces this. Supported: jax 0.7 to 0.12
 (`make test-jax-oldest`, `make test-jax-newest`).
@@ -28,6 +28,7 @@ __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "SymbolicZero", "Var",
 _ALIASES: Final = {
     "checkpoint": "remat",
     "core_call": "call",
+    "eval_jaxpr": "call",
     "mosaic_gpu_p": "mosaic_gpu",
     "pjit": "jit",
     "reduced_vary_cast_p": "reduced_vary_cast",
@@ -49,27 +50,13 @@ def is_a(value: Any, module: str, name: str) -> bool:
 
 
 def coordination_client() -> Any:
-    """Return the client of JAX's coordination service, a key-value store for all processes, or None without it.
-
-    `jax.distributed.initialize` starts the service. JAX has no public API for its client.
-    """
+    """Return the client, which has no public API, of the service that `jax.distributed.initialize` starts, or None."""
     return importlib.import_module("jax._src.distributed").global_state.client
 
 
 def is_flax_trace_error(error: BaseException) -> bool:
     """Return whether an error is flax's report that an nnx object of another trace was changed."""
     return is_a(error, "flax.errors", "TraceContextError")
-
-
-def is_layer_stack_name(module: str) -> bool:
-    """Return whether a name is the default module name of `hk.experimental.layer_stack`."""
-    return module.startswith("__layer_stack")
-
-
-def haiku_dropout() -> list[tuple[Any, str]]:
-    """Return (module, name) of the replaceable function that implements `hk.dropout`."""
-    module = loaded_module("haiku._src.basic")
-    return [(module, name) for name in ("dropout_impl",) if hasattr(module, name)]
 
 
 def nnx_classes() -> tuple[type, ...]:
@@ -94,31 +81,6 @@ def walk_nnx_modules(model: Any) -> Any:
     """Yield (keys, module) for an nnx model and every module in it, each once."""
     nnx = loaded_module("flax.nnx")
     return nnx.iter_modules(model) if hasattr(nnx, "iter_modules") else model.iter_modules()  # until flax 0.11
-
-
-def nnx_attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of an nnx object in the order in which they were set, without flax's internal ones."""
-    own = ("_pytree__", "_object__", "_length")  # `_object__` until flax 0.11, `_length` of an nnx.List
-    return {name: value for name, value in vars(node).items() if not name.startswith(own)}
-
-
-ORBAX_TREE: Final = "_METADATA"
-"""Name of the file in each folder that stores an orbax array tree."""
-
-
-def optax_setting(path: str) -> str | None:
-    """Return a path through an optax transformation's closures, without the parts that its wrappers add.
-
-    Returns None for the closures of `init`, which repeat those of `update`.
-    """
-    if ".tx[0]" in path or "chain.init_fns[" in path:
-        return None
-    return path.replace("with_extra_args_support.tx[1].", "").replace("chain.update_fns[", "chain[")
-
-
-def optax_hyperparameter(name: str) -> str:
-    """Return the end of the path under which `optax.inject_hyperparams` stores a hyperparameter's initial value."""
-    return f"inject_hyperparams.numeric_hps.{name}"
 
 
 def canonical_primitive_name(name: str) -> str:
@@ -276,7 +238,8 @@ def jvp_rule(eqn: JaxprEqn, zeros: Sequence[bool]) -> tuple[Jaxpr, Sequence[Any]
     The jaxpr maps primals and the nonzero tangents to output primals and nonzero output tangents. It does not take
     the first `num_consts` arguments of the call.
     """
-    return eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)  # type: ignore[no-any-return]  # untyped in JAX
+    jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+    return ClosedJaxpr(jaxpr, consts).jaxpr, consts, out_zeros
 
 
 def vjp_forward(eqn: JaxprEqn, values: Sequence[Any], nonzeros: Sequence[bool]) -> tuple[Jaxpr, Sequence[Any]]:
@@ -288,7 +251,8 @@ def vjp_forward(eqn: JaxprEqn, values: Sequence[Any], nonzeros: Sequence[bool]) 
     if any(nonzeros[:count]):
         functions, _ = _subfunctions(eqn, eqn.params)
         functions[1].call_wrapped(*(item for pair in zip(values, nonzeros, strict=True) for item in pair))
-    return eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzeros[count:])  # type: ignore[no-any-return]  # the same
+    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzeros[count:])
+    return ClosedJaxpr(jaxpr, consts).jaxpr, consts  # from jax 0.11, constants belong to the program
 
 
 def vjp_backward(eqn: JaxprEqn) -> Callable[..., Sequence[Any]]:

@@ -21,7 +21,7 @@ from polyamp.files import missing_file_error, unwritable_file_error
 from polyamp.porting.files import safetensors_file
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_jax import compat
+from polyamp_jax.models import library_compat
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
 from polyamp_jax.porting.libraries.porting_library import find_library
@@ -183,12 +183,14 @@ def _find_item(path: Path) -> OrbaxItem:
     """
     folder = path
     steps = sorted((int(each.name), each) for each in path.iterdir() if each.is_dir() and each.name.isdigit())
-    if steps and not (path / compat.ORBAX_TREE).exists():
+    if steps and not (path / library_compat.ORBAX_TREE).exists():
         folder = steps[-1][1]
-    if not (folder / compat.ORBAX_TREE).exists():
-        items = sorted(each.name for each in folder.iterdir() if (each / compat.ORBAX_TREE).exists())
+    if not (folder / library_compat.ORBAX_TREE).exists():
+        items = sorted(each.name for each in folder.iterdir() if (each / library_compat.ORBAX_TREE).exists())
         if not items:
-            raise PortError(f"{path} is no orbax checkpoint: no file {compat.ORBAX_TREE} in it, and no step of one.")
+            raise PortError(
+                f"{path} is no orbax checkpoint: no file {library_compat.ORBAX_TREE} in it, and no step of one."
+            )
         if len(items) > 1 and "default" not in items:
             raise PortError(
                 f"{path} has the items {', '.join(items)}; name the one with the model: {folder / items[0]}."

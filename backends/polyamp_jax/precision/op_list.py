@@ -25,7 +25,7 @@ COMPUTE: Final = """
 
 SENSITIVE: Final[Mapping[str, str]] = {
     "exponentials": "cosh exp exp2 expm1 sinh",
-    "logarithms": "log log1p",
+    "logarithms": "log log1p log2",
     "powers": "cbrt integer_pow pow reciprocal rsqrt square",
     "sums": "reduce_prod reduce_sum reduce_window_sum scatter_add scatter_mul scatter_sub",
     "cumulative sums": "cumprod cumsum",
@@ -38,7 +38,7 @@ SENSITIVE: Final[Mapping[str, str]] = {
     """,
     "FFT": "fft",
     "special functions": """
-        bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma random_gamma
+        bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma polynomial random_gamma
         regularized_incomplete_beta zeta
     """,
     "trigonometry next to a pole": "acos asin tan",
@@ -58,9 +58,9 @@ PROMOTE: Final = """
 
 FOLLOW: Final = """
     abs acosh argmax argmin asinh atan atanh ceil cos cummax cummin debug_callback debug_print erf erfc floor
-    is_finite logistic neg pgather pmax pmin psend psum psum_invariant reduce_max reduce_min reduce_scatter
-    reduce_window_max reduce_window_min round sign sin sort sqrt tanh top_k unreduced_psum unreduced_reduce_scatter
-    unvmap_all unvmap_any unvmap_max
+    is_finite logistic neg one_minus_square pgather pmax pmin psend psum psum_invariant reduce_max reduce_min
+    reduce_scatter reduce_window_max reduce_window_min round sign sin sort sqrt tanh top_k unreduced_psum
+    unreduced_reduce_scatter unvmap_all unvmap_any unvmap_max
 """
 """Run in the dtype of their operand."""
 
@@ -130,7 +130,7 @@ maximum in a hand-written softmax or logsumexp. Rounding it to 16 bits is not eq
 
 SHIFT_INPUTS: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
 
-LOGARITHMS: Final = frozenset({"log", "log1p"})
+LOGARITHMS: Final = frozenset({"log", "log1p", "log2"})
 """The operations that compute their operand run in float32, and so do those that compute `x` in `1 - x`.
 
 This extends back through `ROUNDING`, `TRANSPARENT` and moves, to a product, to `SATURATING` or to float32 operations.

@@ -16,8 +16,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from polyamp_jax import compat
 from polyamp_jax.arrays import is_key
+from polyamp_jax.models import library_compat
 
 _MAX_DEPTH: Final = 40
 _MAX_VALUES: Final = 2000
@@ -29,7 +29,7 @@ def optimizer_metadata(transformation: Any) -> dict[str, Any]:
     pairs = itertools.chain.from_iterable(_closure_values(function, "", 0, frozenset()) for function in functions)
     found: dict[str, Any] = {}
     for path, value in itertools.islice(pairs, _MAX_VALUES):
-        short = compat.optax_setting(path)
+        short = library_compat.optax_setting(path)
         if short is not None:
             found.setdefault(short, value)
     return found
@@ -43,7 +43,7 @@ def optimizer_setting(transformation: Any, name: str) -> str | None:
     before, found, hyperparameter = name.rpartition("/hyperparams/")
     if not found or not f"{before}/".startswith("optimizer/"):
         return None
-    wanted = compat.optax_hyperparameter(hyperparameter)
+    wanted = library_compat.optax_hyperparameter(hyperparameter)
     return next((f"optimizer.{path}" for path in optimizer_metadata(transformation) if path.endswith(wanted)), None)
 
 

@@ -23,6 +23,7 @@ DOORS_OF_ROOMS = {
     ("polyamp_torch", "distributed", DOOR),
     ("precision", "torch_only", DOOR),
     ("polyamp_jax", "models", "flax_compat.py"),
+    ("polyamp_jax", "models", "library_compat.py"),
 }
 """What one device never imports, or is of one library or of the dispatcher, has a door of its own."""
 FRAMEWORKS = {

@@ -8,7 +8,7 @@ from typing import Any, Final
 import haiku as hk
 
 from polyamp.parity.trace.observer import DropoutCount
-from polyamp_jax import compat
+from polyamp_jax.models import library_compat
 from polyamp_jax.observe.jax_only.library_observer import LibraryObserver, replace_attribute
 from polyamp_jax.observe.jax_only.output_tags import call_with_tags
 
@@ -21,7 +21,7 @@ class HaikuObserver(LibraryObserver):
             count.add(0 if isinstance(rate, float | int) and not rate else 1)
             return x
 
-        for owner, name in compat.haiku_dropout():
+        for owner, name in library_compat.haiku_dropout():
             replace_attribute(stack, owner, name, identity)
 
     def tag_outputs(self, stack: contextlib.ExitStack) -> None:

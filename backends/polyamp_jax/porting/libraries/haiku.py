@@ -18,7 +18,7 @@ from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
-from polyamp_jax import compat
+from polyamp_jax.models import library_compat
 from polyamp_jax.models.adapters.haiku import split_model, takes_rng
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight
@@ -149,7 +149,7 @@ class _HaikuArrays:
         """Yield the modules, one for each layer of a stack."""
         for module, arrays in self.modules.items():
             segments = module.split("/")
-            stacks = [number for number, segment in enumerate(segments) if compat.is_layer_stack_name(segment)]
+            stacks = [number for number, segment in enumerate(segments) if library_compat.is_layer_stack_name(segment)]
             lengths = {weight.place.shape[:1] for _, weight in arrays.values()}
             if not stacks or len(lengths) != 1 or lengths == {()}:
                 yield module, arrays

@@ -18,6 +18,7 @@ from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path, named_leaves, path_name
+from polyamp_jax.models import library_compat
 from polyamp_jax.models.adapters.nnx import split_model, walk_modules
 from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.models.running_state import RunningState
@@ -229,7 +230,7 @@ def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, list | tuple):
         yield from ((str(number), item) for number, item in enumerate(node))
     elif isinstance(node, compat.nnx_container_classes()):
-        yield from compat.nnx_attributes(node).items()
+        yield from library_compat.nnx_attributes(node).items()
 
 
 def _variable_paths(node: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ import pytest
 
 import polyamp
 from polyamp.errors import GradientError, LossError, PolicyError, UnsupportedError
+from polyamp_jax import compat
 from polyamp_jax.step.grad_stats import global_norm_and_finite
 
 
@@ -150,7 +151,8 @@ def test_parameters_are_cast_once_for_all_micro_batches(
         if e.primitive.name == "convert_element_type" and e.params["new_dtype"] == np.float16
     ]  # fmt: skip
     assert len(casts) == 6, "three kernels and three biases"
-    carried = scan.invars[scan.params["num_consts"] : scan.params["num_consts"] + scan.params["num_carry"]]
+    first, count = compat.scan_counts(scan)
+    carried = scan.invars[first : first + count]
     sums = [v for v in carried if v.aval.shape]
     assert {v.aval.dtype.name for v in sums} == {"float32"}
 
