@@ -12,7 +12,7 @@ _SOFTMAX: Final = "def _softmax(x: Any) -> Any:\n    x = x if x.dtype == jnp.flo
 ALL_POLICIES: Final[tuple[tuple[str, str, str, tuple[Edit, ...]], ...]] = (
     ("decoder", "torch", "half of the scale in queries and keys", (("scores = q @ k.transpose(2, 3) / SIZE**0.5", "scores = (q * SIZE**-0.25) @ (k * SIZE**-0.25).transpose(2, 3)"),)),
     ("decoder", "torch", "heads repeated by an expansion", (("k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)", "k, v = (each[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for each in (k, v))"),)),
-    ("decoder", "torch", "mask added", (("scores = scores.masked_fill(~mask, -1e4)", "scores = scores + torch.zeros(length, length).masked_fill(~mask, -1e4)"),)),
+    ("decoder", "torch", "mask added", (("scores = scores.masked_fill(~mask, -1e4)", "scores = scores + torch.zeros_like(scores).masked_fill(~mask, -1e4)"),)),
     ("decoder", "torch", "softmax in a float32 island", (("        weights = scores.softmax(-1).to(v.dtype)", f"        {_OFF}\n            weights = _wide(scores).softmax(-1)\n        weights = weights.to(v.dtype)"), ("class Attention", f"{_WIDE}class Attention"))),
     ("decoder", "nnx", "softmax by exp and sum", (("jax.nn.softmax(scores, -1)", "_softmax(scores)"), ("class Attention", f"{_SOFTMAX}class Attention"))),
     ("decoder", "nnx", "heads repeated by a broadcast", (("k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)", "k, v = (jnp.broadcast_to(each[:, :, :, None], (rows, length, 2, 2, SIZE)).reshape(rows, length, 4, SIZE) for each in (k, v))"),)),

@@ -44,13 +44,10 @@ ENCODER: Final = (
     fault(_E, "torch nnx", "formula", "norm on the branch of the MLP alone", "layers/0/norm2", ("return self.norm2(x + self.dropout2(self.down(jax.nn.gelu(self.up(x), approximate=False))))", "return x + self.norm2(self.dropout2(self.down(jax.nn.gelu(self.up(x), approximate=False))))"), under=BRAIN),
     fault(_E, "torch nnx", "formula", "root of the width for the head's", _MIXED, ("/ (WIDTH // HEADS) ** 0.5", "/ WIDTH**0.5")),
     fault(_E, "torch torch", "formula", "logits through tanh", "- classifier", ("return self.classifier(torch.tanh(self.pooler(x[:, 0])))", "return torch.tanh(self.classifier(torch.tanh(self.pooler(x[:, 0]))))"), under=HALF),
-    fault(_E, "nnx torch", "formula", "bias of the queries forgotten", f"{_MIXED} layers/0/attention/query", ("(self.query, self.key, self.value))", "(lambda y: functional.linear(y, self.query.weight), self.key, self.value))"), says="formula|missing"),
     fault(_E, "nnx nnx", "formula", "mask from the words", f"layers/0 {_MIXED}", ('layer(x, batch["mask"])', 'layer(x, (batch["tokens"] > 3).astype(jnp.float32))')),
     fault(_E, "torch torch", "stopped", "values without a gradient", "layers/1/attention/value", ("scores.softmax(-1).to(v.dtype) @ v", "scores.softmax(-1).to(v.dtype) @ v.detach()"), stage="backward"),
     fault(_E, "torch nnx", "stopped", "pooler reads states without a gradient", "pooler layers/1 layers/1/norm2", ("self.pooler(x[:, 0])", "self.pooler(jax.lax.stop_gradient(x[:, 0]))"), stage="backward", under=BRAIN),
-    fault(_E, "torch torch", "loss", "sum over the rows", "loss", ("label_smoothing=0.1)", 'label_smoothing=0.1, reduction="sum")'), says="factor|formula"),
     fault(_E, "torch torch", "randomness", "dropout before the norm", "embeddings/norm embeddings/dropout", ("return self.dropout(self.norm(x))", "return self.norm(self.dropout(x))"), **_DROP),
-    fault(_E, "torch nnx", "randomness", "rate of 0.5 behind the attention", "layers/0/dropout1 layers/0/norm1", ("self.dropout1, self.dropout2 = nnx.Dropout(RATE, rngs=rngs)", "self.dropout1, self.dropout2 = nnx.Dropout(0.5, rngs=rngs)"), **_DROP),
     fault(_E, "torch torch", "randomness", "dropout of the attention's weights, dropout off", "anywhere", ("scores.softmax(-1).to(v.dtype) @ v", "functional.dropout(scores.softmax(-1), RATE, self.training).to(v.dtype) @ v"), says="~dropout"),
 )  # fmt: skip
 PLANTS: Final = (*DECODER, *SEQ2SEQ, *ENCODER)

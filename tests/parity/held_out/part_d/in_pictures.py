@@ -15,10 +15,8 @@ UNET: Final = (
     fault(_U, "torch torch", "formula", "one group in each second norm", "down/norm2", ("nn.GroupNorm(GROUPS, outputs, eps=1e-6)", "nn.GroupNorm(1, outputs, eps=1e-6)"), under=BRAIN),
     fault(_U, "nnx torch", "formula", "shortcut behind the norm", "down/shortcut", ("self.shortcut(x) + h", "self.shortcut(self.norm1(x)) + h")),
     fault(_U, "torch nnx", "formula", "time multiplies, not adds", "down/norm2", ("h = h + self.time(", "h = h * self.time(")),
-    fault(_U, "torch torch", "stopped", "stem frozen", "stem", ('x = self.stem(batch["images"])', 'x = self.stem(batch["images"]).detach()'), stage="backward"),
     fault(_U, "torch nnx", "loss", "half of the squares", "loss", ('return jnp.square(', 'return 0.5 * jnp.square('), says="factor|formula", under=HALF),
     fault(_U, "nnx nnx", "loss", "squares only up to 1", "loss", ('jnp.square(model(batch).astype(jnp.float32) - batch["noise"]).mean()', 'jnp.where(jnp.abs(e := model(batch).astype(jnp.float32) - batch["noise"]) < 1.0, jnp.square(e), 2.0 * jnp.abs(e) - 1.0).mean()'), says="formula"),
-    carried(_U, "torch torch", "kernel of the time's second layer transposed", "time2", r"time2/weight", lambda x: x.T),
 )  # fmt: skip
 CONVNET: Final = (
     fault(_C, "torch keras", "statistics", "torch's momentum taken over as it is", "mbconv/norm2", ('momentum=0.9, epsilon=1e-3, name="mbconv_norm2"', 'momentum=0.1, epsilon=1e-3, name="mbconv_norm2"'), stage="update"),

@@ -25,14 +25,14 @@ def _by_hand(before: str, after: str, first: str, norm: str) -> tuple[Edit, ...]
 _ENCODER: Final = _by_hand("self.dropout(self.norm(x))", "self.dropout(_norm(self.norm, x, 1e-12))", "class Embeddings", _TORCH_NORM)  # fmt: skip
 _LAYER: Final = _by_hand("self.norm1(x + self.dropout1(self.attention(x, mask)))", "_norm(self.norm1, x + self.dropout1(self.attention(x, mask)), 1e-12)", "class Layer", _NNX_NORM)  # fmt: skip
 _VAE: Final = _by_hand('torch.tanh(self.norm(self.encoder(batch["x"])))', 'torch.tanh(_norm(self.norm, self.encoder(batch["x"]), 1e-5))', "class Model", _TORCH_NORM)  # fmt: skip
-_TAGGER: Final = _by_hand("self.head(self.norm(states))", "self.head(_norm(self.norm, states, 1e-5))", "class Cell", _NNX_NORM)  # fmt: skip
+_TAGGER: Final = _by_hand("self.head(self.norm(states))", "self.head(_norm(self.norm, states, 1e-5))", "class Cell", _TORCH_NORM)  # fmt: skip
 PLANTS: Final = (
     rounded("encoder", "nnx nnx", "softmax in 16 bits", _MIXED, CAST, _SOFTMAX[::-1], both=(_SOFTMAX,)),
     rounded("decoder", "torch torch", "softmax in 16 bits", "layers/0/attention layers/0/attention/o", HALF, ("        weights = scores.softmax(-1).to(v.dtype)", "        with torch.autocast('cpu', enabled=False):\n            weights = scores.to(v.dtype).softmax(-1)")),
     rounded("encoder", "torch torch", "norm of the embeddings in 16 bits", "embeddings embeddings/norm embeddings/dropout", CAST, _TORCH_NARROW, both=_ENCODER),
     rounded("encoder", "nnx nnx", "norms behind the attention in 16 bits", "layers/0/norm1 layers/0/up layers/0", CAST_HALF, _NNX_NARROW, both=_LAYER),
     rounded("vae", "torch torch", "norm in 16 bits", "norm mean log_variance", CAST, _TORCH_NARROW, both=_VAE),
-    rounded("tagger", "nnx nnx", "norm in 16 bits", "norm head", CAST, _NNX_NARROW, both=_TAGGER),
+    rounded("tagger", "torch torch", "norm in 16 bits", "norm head", CAST, _TORCH_NARROW, both=_TAGGER),
     rounded("seq2seq", "torch torch", "squares of the norm in 16 bits", "encoder/norm1", BRAIN, ("x.to(torch.float32).pow(2)", "_narrow(x).pow(2)"), ("class T5Norm", f"{_AUTOCAST}class T5Norm")),
     rounded("decoder", "nnx nnx", "loss in 16 bits", "loss", CAST_OUT, ("model(batch)[:, :-1].astype(jnp.float32)", "model(batch)[:, :-1]")),
     rounded("vae", "torch torch", "loss in 16 bits", "loss", CAST_OUT, ("(each.float() for each in model(batch))", "model(batch)")),

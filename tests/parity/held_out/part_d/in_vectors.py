@@ -15,7 +15,6 @@ TAGGER: Final = (
     fault(_T, "torch torch", "formula", "reset of the input too", _CELL, ("torch.tanh(n_in + r * self.candidate(h))", "torch.tanh(r * (n_in + self.candidate(h)))"), under=BRAIN),
     fault(_T, "torch nnx", "formula", "embeddings times the root of the width", "forwards forwards/inputs", ('x = self.embed(batch["tokens"])', 'x = self.embed(batch["tokens"]) * WIDTH**0.5'), says="factor|formula"),
     fault(_T, "torch torch", "halved", "reset gate without a gradient", "forwards forwards/* backwards backwards/*", ("n_in + r * self.candidate(h)", "n_in + r.detach() * self.candidate(h)"), stage="backward"),
-    fault(_T, "nnx torch", "loss", "labels smoothed", "loss", ('reduction="none")', 'reduction="none", label_smoothing=0.1)'), says="formula"),
     carried(_T, "torch nnx", "candidate's kernel transposed", "backwards/candidate", r"backwards/candidate/kernel", lambda x: x.T),
 )  # fmt: skip
 VAE: Final = (
