@@ -137,9 +137,9 @@ _OF_PART_C: Final = (
 )
 _OF_PART_D: Final = (
     "The faults and clean pairs of part D were written after part C's had been looked at, apart, without the rules",
-    "being read: the eight families in further sizes, a third of the faults in loops written by hand, and two fifths",
-    "under 16 bits. There a fault counts as one of the dtype only where a softmax, a norm or a loss is in 16 bits and",
-    "the other side has it in float32. Both sides of each fault and clean pair were trained without a comparison",
-    "first, and faults that changed no number were replaced. What counts as found is as above.",
+    "being read: the eight families in further sizes, 30 of 100 faults in loops written by hand, and 41 under 16 bits.",
+    "There a fault counts as one of the dtype only where a softmax, a norm or a loss is in 16 bits and the other side",
+    "has it in float32. Both sides of each fault and clean pair were trained without a comparison first, and faults",
+    "that changed no number were replaced. What counts as found is as above.",
 )
 _WORDS: Final = {"C": _OF_PART_C, "D": _OF_PART_D}

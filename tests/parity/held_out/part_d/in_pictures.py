@@ -13,7 +13,7 @@ UNET: Final = (
     fault(_U, "torch nnx", "formula", "longest period of 1000 for 10000", "time1", ("(9.210340371976184 / (WIDTH // 2))", "(6.907755278982137 / (WIDTH // 2))")),
     fault(_U, "torch torch", "formula", "padded at the end alone before the strided convolution", "smaller", ("self.smaller = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)", "self.smaller = nn.Conv2d(WIDTH, WIDTH, 3, stride=2)"), ("self.smaller(skip)", "self.smaller(functional.pad(skip, (0, 1, 0, 1)))"), says="formula|layout"),
     fault(_U, "torch torch", "formula", "one group in each second norm", "down/norm2", ("nn.GroupNorm(GROUPS, outputs, eps=1e-6)", "nn.GroupNorm(1, outputs, eps=1e-6)"), under=BRAIN),
-    fault(_U, "nnx torch", "formula", "shortcut behind the norm", "down/shortcut", ("self.shortcut(x) + h", "self.shortcut(self.norm1(x)) + h")),
+    fault(_U, "nnx torch", "formula", "shortcut behind the norm", "down/shortcut down/norm1", ("self.shortcut(x) + h", "self.shortcut(self.norm1(x)) + h")),
     fault(_U, "torch nnx", "formula", "time multiplies, not adds", "down/norm2", ("h = h + self.time(", "h = h * self.time(")),
     fault(_U, "torch nnx", "loss", "half of the squares", "loss", ('return jnp.square(', 'return 0.5 * jnp.square('), says="factor|formula", under=HALF),
     fault(_U, "nnx nnx", "loss", "squares only up to 1", "loss", ('jnp.square(model(batch).astype(jnp.float32) - batch["noise"]).mean()', 'jnp.where(jnp.abs(e := model(batch).astype(jnp.float32) - batch["noise"]) < 1.0, jnp.square(e), 2.0 * jnp.abs(e) - 1.0).mean()'), says="formula"),
