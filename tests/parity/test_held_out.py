@@ -69,19 +69,20 @@ def test_the_lists_are_long_enough_and_each_still_fits_the_code() -> None:
         re.compile(plant.expected.at)
 
 
-def test_part_c_has_both_kinds_of_precision_loops_and_all_families() -> None:
-    plants = [PLANTS[number] for number in plant_numbers("C")]
-    pairs = [PAIRS[number] for number in pair_numbers("C")]
+@pytest.mark.parametrize(("part", "loops"), [("C", 25), ("D", 14)])
+def test_later_parts_have_both_kinds_of_precision_loops_and_all_families(part: str, loops: int) -> None:
+    plants = [PLANTS[number] for number in plant_numbers(part)]
+    pairs = [PAIRS[number] for number in pair_numbers(part)]
 
     assert len(plants) >= 100
     assert len(pairs) >= 100
     assert {plant.family for plant in plants} == {pair.family for pair in pairs} == set(FAMILIES)
-    for each in (plants, pairs):
+    for each, least in ((plants, 25), (pairs, loops)):
         assert sum(one.second.recipe.get("policy", "float32") != "float32" for one in each) >= 25
-        assert sum(one.second.loop is not None for one in each) >= 25
+        assert sum(one.second.loop is not None for one in each) >= least
 
 
 def test_parts_share_nothing_and_hold_all() -> None:
     for numbers, count in ((plant_numbers, len(PLANTS)), (pair_numbers, len(PAIRS))):
-        assert sorted([*numbers("A"), *numbers("B"), *numbers("C")]) == numbers("") == list(range(count))
+        assert sorted([each for part in "ABCD" for each in numbers(part)]) == numbers("") == list(range(count))
     assert table.counts({}).startswith("found 0 of 0")
