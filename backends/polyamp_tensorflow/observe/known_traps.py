@@ -1,0 +1,9 @@
+"""Known defects and surprises of TensorFlow and Keras in mixed precision, for the doctor."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from polyamp.doctor.measurements import KnownTrap
+
+TRAPS: Final[tuple[KnownTrap, ...]] = ()
