@@ -55,8 +55,8 @@ def print_dtypes(console: Console, dtypes: Mapping[str, DtypeCapability]) -> Non
         style = _STYLES.get(dtype.verdict, "dim")
         table.add_row(row[0], f"[{style}]{row[1]}[/]", *row[2:])
     console.print(table)
-    for line in _problem_lines(dtypes):
-        console.print(escape(line))
+    for number, line in enumerate(_problem_lines(dtypes)):
+        console.print(("" if number else "\n") + escape(line))
 
 
 def print_recommendation(console: Console, recommendation: Recommendation) -> None:

@@ -105,8 +105,9 @@ def _device_order(operation: Operation, array: HostArray) -> HostArray:
 def _repeat(function: Callable[[], Any], dtype: str) -> Callable[[int], None]:
     def run(count: int) -> None:
         with _precision(dtype):
-            results = [function() for _ in range(count)]
-            for result in jax.tree.leaves(results[-1]):
+            for _ in range(count):
+                last = function()
+            for result in jax.tree.leaves(last):
                 result.block_until_ready()
 
     return run

@@ -94,7 +94,7 @@ def _narrow_product_programs(tensors: Sequence[torch.Tensor], dtype: str, device
     cotangent = torch.ones(left.shape[0], right.shape[1], device=device).to(torch.float8_e5m2)
     partner = torch.float8_e4m3fn
     kernel, kernel_t = _column_major(right), _column_major(right.t())
-    left_t, cotangent_columns = _column_major(left.t().to(partner)).contiguous(), _column_major(cotangent)
+    left_t, cotangent_columns = left.t().to(partner).contiguous(), _column_major(cotangent)
 
     def forward() -> None:
         _scaled_product(left, kernel)

@@ -62,6 +62,17 @@ def test_a_fused_cast_on_hardware_for_the_dtype_is_no_disguise() -> None:
     assert found.verdict == "native"
 
 
+@pytest.mark.parametrize(("speed", "verdict"), [(1.3, DISGUISE), (2.4, "native")])
+def test_an_unrounded_product_is_native_where_it_is_fast(speed: float, verdict: str) -> None:
+    found = judge(device(bfloat16=measurement("bfloat16", speed, error=1e-8)))["bfloat16"]
+    assert found.verdict == verdict
+
+
+def test_tf32_that_rounds_is_native_at_any_speed() -> None:
+    found = judge(device(tf32=measurement("tf32", 1.2)))["tf32"]
+    assert (found.verdict, found.reason) == ("native", "1.2 times float32's speed")
+
+
 def test_an_8_bit_product_that_widens_its_inputs_is_emulated() -> None:
     made = device(bfloat16=measurement("bfloat16", 12.0), float8_e4m3fn=measurement("float8_e4m3fn", 11.0))
     found = judge(made)["float8_e4m3fn"]
