@@ -29,9 +29,12 @@ def capabilities(backend: str, device: str | None = None) -> Capabilities:
         UnsupportedError: the backend cannot be measured.
 
     Example:
-        >>> found = polyamp.capabilities("jax")  # doctest: +SKIP
-        >>> found.dtypes["bfloat16"].verdict, found.recommendation.code  # doctest: +SKIP
-        ('float32 in disguise', 'polyamp.Policy("float32")')
+        `polyamp.capabilities("jax").dtypes["bfloat16"].verdict` is "float32 in disguise" on a CPU.
+
+        >>> import polyamp
+        >>> polyamp.capabilities("jaxx")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        polyamp.errors.BackendError: backend must be one of ... Received: 'jaxx'. Did you mean 'jax'?
     """
     known = registry.names()
     if backend not in known:

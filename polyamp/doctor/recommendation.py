@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from polyamp.doctor.measurements import OPERATIONS, DtypeCapability, Recommendation
+from polyamp.float_formats import HALF_DTYPES
 
-WORTH: Final = 1.2
+WORTH: Final = 1.1
 """Speed of training, relative to float32, from which on a mixed policy is recommended."""
 FLOAT16_WORTH: Final = 1.5
 """Speed of float16 relative to bfloat16 from which on float16, which needs a loss scale, is recommended instead."""
@@ -26,7 +27,7 @@ def recommend(dtypes: Mapping[str, DtypeCapability], tf32_switch: str) -> Recomm
         dtypes: dtype -> what it is on the device.
         tf32_switch: the line of Python that turns TF32 on, for the reason.
     """
-    gains = {name: _training_gain(dtypes[name]) for name in ("bfloat16", "float16") if name in dtypes}
+    gains = {name: _training_gain(dtypes[name]) for name in HALF_DTYPES if name in dtypes}
     bfloat16, float16 = gains.get("bfloat16"), gains.get("float16")
     if float16 is not None and float16 >= max(WORTH, FLOAT16_WORTH * (bfloat16 or 0.0)):
         return _recommendation("mixed_float16", _float16_reason(dtypes, float16, bfloat16))
