@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from polyamp.contract.casting_report import CastingReport
     from polyamp.contract.explain import explain
     from polyamp.contract.registry import BackendStatus, backends
+    from polyamp.doctor.capabilities import capabilities
+    from polyamp.doctor.device_capabilities import Capabilities
     from polyamp.errors import (
         ArgumentError,
         BackendError,
@@ -64,6 +66,8 @@ _EXPORTS = {
     "contract.explain": ("explain",),
     "contract.registry": ("BackendStatus", "backends"),
     "contract.casting_report": ("CastingReport",),
+    "doctor.capabilities": ("capabilities",),
+    "doctor.device_capabilities": ("Capabilities",),
     "errors": (
         *("ArgumentError", "BackendError", "BackendNotInstalledError", "BatchError", "CheckpointError"),
         *("GradientError", "LossError", "LossScaleError", "LossScaleStuckError", "ModelError", "PolicyError"),
@@ -106,6 +110,7 @@ __all__ = [
     "BackendNotInstalledError",
     "BackendStatus",
     "BatchError",
+    "Capabilities",
     "CastingReport",
     "CheckpointError",
     "DialectReport",
@@ -136,6 +141,7 @@ __all__ = [
     "averaged",
     "averaged_model",
     "backends",
+    "capabilities",
     "compare",
     "dialect_report",
     "explain",

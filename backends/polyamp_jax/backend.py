@@ -43,6 +43,7 @@ from polyamp_jax.step.refresh import refresh_state
 from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
+    from polyamp.doctor.probe import CapabilityProbe
     from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.optimizer_layout import StateConverter
@@ -88,6 +89,13 @@ class JaxBackend:
         from polyamp_jax.observe.observer import OBSERVER
 
         return OBSERVER
+
+    @property
+    def capability_probe(self) -> CapabilityProbe:
+        """What measures the devices; imported on first use."""
+        from polyamp_jax.observe.capabilities import PROBE
+
+        return PROBE
 
     def native_policy(self, policy: Policy) -> Any:
         """Return a function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.

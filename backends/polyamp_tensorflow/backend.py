@@ -38,6 +38,7 @@ from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recip
 from polyamp_tensorflow.step.update import update_states
 
 if TYPE_CHECKING:
+    from polyamp.doctor.probe import CapabilityProbe
     from polyamp.parity.trace.observer import Observer
     from polyamp.porting.states.optimizer_layout import StateConverter
 
@@ -173,6 +174,13 @@ class TensorFlowBackend:
         from polyamp_tensorflow.observe.observer import OBSERVER
 
         return OBSERVER
+
+    @property
+    def capability_probe(self) -> CapabilityProbe:
+        """What measures the devices; imported on first use."""
+        from polyamp_tensorflow.observe.capabilities import PROBE
+
+        return PROBE
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

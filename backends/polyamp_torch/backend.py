@@ -38,6 +38,7 @@ from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
+    from polyamp.doctor.probe import CapabilityProbe
     from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.optimizer_layout import StateConverter
@@ -69,6 +70,13 @@ class TorchBackend:
         from polyamp_torch.observe.observer import OBSERVER
 
         return OBSERVER
+
+    @property
+    def capability_probe(self) -> CapabilityProbe:
+        """What measures the devices; imported on first use."""
+        from polyamp_torch.observe.capabilities import PROBE
+
+        return PROBE
 
     def info(self) -> BackendInfo:
         cuda = tuple(arrays.describe_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""Commands `demo`, `parity`, `doctor` and `bench`; `port` is in `polyamp.cli.port`.
+"""Commands `demo`, `parity` and `bench`; `port` is in `polyamp.cli.port`, `doctor` in `polyamp.cli.doctor`.
 
 Exit status: 0 success; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
 a command whose extra is not installed. Each command imports its dependencies when it runs. With `--json`, standard
@@ -7,20 +7,18 @@ output is one JSON object and nothing else.
 
 from __future__ import annotations
 
-import platform
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from json import dumps
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 
 import polyamp
-from polyamp.cli import port, tables
+from polyamp.cli import doctor, port, tables
+from polyamp.cli.console import exit_with_error, make_console
 from polyamp.demo import digits
 from polyamp.demo.comparison_report import DemoReport
 from polyamp.errors import PolyampError
@@ -38,6 +36,7 @@ _DEMO_PACKAGES: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 """Import name -> distribution of the packages that training commands need: the extra `demo`."""
 
 app.command()(port.port)
+app.command()(doctor.doctor)
 
 Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
 Policies = Annotated[
@@ -130,35 +129,16 @@ def parity(
         _run_digits("parity", file, backends, policies, steps or digits.STEPS, python, where, limit, json)
         return
     if policies:
-        _exit_with_error(f"--policies is for recipes: {file.name} says with recipe= what to train with.")
+        exit_with_error(f"--policies is for recipes: {file.name} says with recipe= what to train with.")
     from polyamp.cli.parity import CompareOptions, compare_file
 
     sides = _split_names(backends) if backends is not None else None
     given = CompareOptions(sides, steps, timeout, out, dict(_parse_interpreter(item) for item in python or ()))
     try:
-        status = compare_file(file, given, _make_console(stderr=json), json=json)
+        status = compare_file(file, given, make_console(stderr=json), json=json)
     except PolyampError as error:
-        _exit_with_error(error)
+        exit_with_error(error)
     raise typer.Exit(status)
-
-
-@app.command()
-def doctor(json: Json = False) -> None:
-    """Show the status of every framework: usable, version, devices, or its problem."""
-    console = _make_console(stderr=json)
-    with console.status("Starting each framework in a process of its own"):
-        found = polyamp.backends()
-        probed = polyamp.backends(probe=True)
-    installed = {name: probed[name] for name, status in found.items() if status.usable}
-    statuses = {**found, **installed}
-    if json:
-        versions = {"polyamp": polyamp.__version__, "python": platform.python_version()}
-        rows = {name: status._asdict() for name, status in statuses.items()}
-        typer.echo(dumps({**versions, "platform": platform.platform(), "backends": rows}, indent=2))
-    else:
-        console.print(f"polyamp {polyamp.__version__}, Python {platform.python_version()}, {platform.platform()}")
-        console.print(tables.doctor_table(statuses, broken=_broken_backends(installed)))
-    raise typer.Exit(1 if _broken_backends(installed) else 0)
 
 
 @app.command()
@@ -181,23 +161,13 @@ def bench(
     """
     script = Path(polyamp.__file__).parents[1] / "benchmarks" / "bench.py"
     if not script.is_file():
-        _exit_with_error(
+        exit_with_error(
             "polyamp bench runs the scripts of the folder benchmarks/, which only a checkout of the repository has. "
             f"Received: polyamp installed in {script.parents[1]}. Clone the repository and run: make bench"
         )
     command = [sys.executable, str(script), "--out", str(out)]
     command += ["--quick"] * quick + ["--here"] * here + (["--only", *_split_names(only)] if only else [])
     raise typer.Exit(subprocess.run(command, check=False).returncode)
-
-
-def _exit_with_error(error: object) -> NoReturn:
-    """Print an error and exit with status 2."""
-    Console(stderr=True).print(f"[red]error:[/] {tables.escape_markup(error)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
-def _broken_backends(installed: dict[str, polyamp.BackendStatus]) -> set[str]:
-    return {name for name, status in installed.items() if not status.usable}
 
 
 def _run_digits(
@@ -212,11 +182,11 @@ def _run_digits(
     json: bool,
 ) -> None:
     if missing := [distribution for name, distribution in _DEMO_PACKAGES.items() if find_spec(name) is None]:
-        _exit_with_error(f'polyamp {command} needs {", ".join(missing)}. Run: pip install "polyamp[demo]"')
+        exit_with_error(f'polyamp {command} needs {", ".join(missing)}. Run: pip install "polyamp[demo]"')
     from polyamp.cli.progress import show_progress
     from polyamp.demo import runner
 
-    console = _make_console(stderr=json)
+    console = make_console(stderr=json)
     interpreters = dict(_parse_interpreter(item) for item in python or ())
     try:
         loaded = Recipe.load(recipe) if recipe is not None else runner.demo_recipe()
@@ -232,7 +202,7 @@ def _run_digits(
                 on_event=on_event,
             )
     except PolyampError as error:
-        _exit_with_error(error)
+        exit_with_error(error)
     tables.print_report(console, report)
     for path in _write_results(report, out):
         console.print(f"wrote {path}", soft_wrap=True)
@@ -247,7 +217,7 @@ def _check_writable(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "report.json", b"", replace=False)
     except OSError as error:
-        _exit_with_error(f"--out must be a folder that can be written to. Received: {out}: {error.strerror}.")
+        exit_with_error(f"--out must be a folder that can be written to. Received: {out}: {error.strerror}.")
 
 
 def _write_results(report: DemoReport, out: Path) -> list[Path]:
@@ -279,9 +249,3 @@ def _parse_interpreter(item: str) -> tuple[str, str]:
             param_hint="--python",
         )
     return name, found
-
-
-def _make_console(*, stderr: bool = False) -> Console:
-    """Return a console on standard output or standard error, 100 columns wide if it is not a terminal."""
-    console = Console(highlight=False, stderr=stderr)
-    return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=100)

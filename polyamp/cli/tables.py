@@ -109,11 +109,6 @@ def power_of_two(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() and value != 1.0 else f"{value:g}"
 
 
-def escape_markup(error: object) -> str:
-    """Escape an exception's message or another text for rich's markup."""
-    return escape(str(error))
-
-
 def _run_row(run: FrameworkRun) -> tuple[str, ...]:
     last = run.losses[-1]
     return (

@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import polyamp
-from polyamp import BackendStatus
 from polyamp.cli import tables
 from polyamp.cli.app import app
 from polyamp.demo import runner
@@ -216,30 +215,6 @@ def test_json_is_all_of_standard_output(runner_returns: Any, tmp_path: Path) -> 
     assert result.exit_code == 0
     assert json.loads(result.stdout) == json.loads(report.to_json())
     assert f"wrote {tmp_path}" in result.stderr
-
-
-@pytest.mark.parametrize(("works", "code"), [(True, 0), (False, 1)])
-def test_doctor_fails_only_for_what_is_installed_and_broken(
-    monkeypatch: pytest.MonkeyPatch, works: bool, code: int
-) -> None:
-    absent = BackendStatus("jax", False, None, (), 'jax is not installed; pip install "polyamp[jax]"')
-    seen = BackendStatus("torch", True, "2.13.0", (), None)
-    good = BackendStatus("torch", True, "2.13.0", ("cpu", "cuda:0"), None)
-    broken = BackendStatus("torch", False, None, (), "OSError: libtorch.so [cut]")
-
-    def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
-        return {"jax": absent, "torch": (good if works else broken) if probe else seen}
-
-    monkeypatch.setattr(polyamp, "backends", backends)
-    result = invoke("doctor")
-    assert result.exit_code == code
-    assert 'pip install "polyamp[jax]"' in result.output
-    assert ("cpu, cuda:0" if works else "libtorch.so [cut]") in result.output
-    assert ("broken" in result.output) is not works
-    found = json.loads(invoke("doctor", "--json").stdout)
-    assert set(found) == {"polyamp", "python", "platform", "backends"}
-    assert found["backends"]["jax"] == {**absent._asdict(), "devices": []}
-    assert found["backends"]["torch"]["usable"] is works
 
 
 def render(report: DemoReport, width: int) -> str:

@@ -1,0 +1,131 @@
+"""`JaxProbe`: the doctor's operations in JAX, compiled, on the devices of every platform (`CapabilityProbe`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.doctor.measurements import KnownTrap, Operation
+from polyamp.doctor.probe import CapabilityProbe, HostArray, OperationPrograms, ProbeDevice
+from polyamp_jax.arrays import device_name
+from polyamp_jax.observe.known_traps import TRAPS
+
+_DTYPES: Final = {
+    "float32": jnp.float32,
+    "tf32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
+
+
+class JaxProbe:
+    """`CapabilityProbe` for JAX: programs that XLA compiles, as training steps are."""
+
+    tf32_switch = 'jax.config.update("jax_default_matmul_precision", "tensorfloat32")'
+    traps: Sequence[KnownTrap] = TRAPS
+
+    def devices(self) -> Sequence[ProbeDevice]:
+        found = list(jax.devices())
+        if all(device.platform != "cpu" for device in found):
+            found += jax.devices("cpu")
+        return [
+            ProbeDevice(name, device.platform, name if device.platform == "cpu" else device.device_kind)
+            for device, name in ((device, device_name(device)) for device in found)
+        ]
+
+    def dtypes(self) -> Sequence[str]:
+        return tuple(_DTYPES)
+
+    def programs(self, operation: Operation, dtype: str, device: str, inputs: Sequence[HostArray]) -> OperationPrograms:
+        arrays = [_place(_device_order(operation, array), dtype, device) for array in inputs]
+        function = _FUNCTIONS[operation](_sum_dtype(dtype))
+        with _precision(dtype):
+            shape = jax.eval_shape(function, *arrays)
+        cotangent = _place(np.ones(shape.shape, np.float32), shape.dtype.name, device)
+        forward = jax.jit(function)
+        gradients = jax.jit(lambda cotangent, *values: jax.vjp(function, *values)[1](cotangent))
+        return OperationPrograms(
+            _repeat(lambda: forward(*arrays), dtype), _repeat(lambda: gradients(cotangent, *arrays), dtype)
+        )
+
+    def product(self, dtype: str, device: str, a: HostArray, b: HostArray) -> HostArray:
+        function = _matmul(_sum_dtype(dtype))
+        with _precision(dtype):
+            found = jax.jit(lambda a, b: function(a, b).astype(jnp.float32))(
+                _place(a, dtype, device), _place(b, dtype, device)
+            )
+        return np.asarray(found)
+
+
+def _matmul(sums: Any) -> Callable[..., Any]:
+    return lambda a, b: jnp.matmul(a, b, preferred_element_type=sums)
+
+
+def _convolution(sums: Any) -> Callable[..., Any]:
+    return lambda images, kernels: jax.lax.conv_general_dilated(
+        images,
+        kernels,
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        preferred_element_type=sums,
+    )
+
+
+def _attention(sums: Any) -> Callable[..., Any]:
+    return lambda query, key, value: jax.nn.dot_product_attention(query, key, value)
+
+
+_FUNCTIONS: Final[dict[Operation, Callable[[Any], Callable[..., Any]]]] = {
+    "matmul": _matmul,
+    "convolution": _convolution,
+    "attention": _attention,
+}
+
+
+def _sum_dtype(dtype: str) -> Any:
+    """Return the dtype of a product's result: float32 for 8-bit formats, as in training; else None (that of inputs)."""
+    return jnp.float32 if dtype.startswith("float8") else None
+
+
+def _device_order(operation: Operation, array: HostArray) -> HostArray:
+    """Return an input in JAX's order of axes: channels last, and heads after the length."""
+    if operation == "convolution":
+        return array.transpose(0, 2, 3, 1) if array.shape[-1] != 3 else array.transpose(2, 3, 1, 0)
+    return array.transpose(0, 2, 1, 3) if operation == "attention" else array
+
+
+def _repeat(function: Callable[[], Any], dtype: str) -> Callable[[int], None]:
+    def run(count: int) -> None:
+        with _precision(dtype):
+            for _ in range(count):
+                last = function()
+            for result in jax.tree.leaves(last):
+                result.block_until_ready()
+
+    return run
+
+
+def _precision(dtype: str) -> Any:
+    """Return the context in which float32 products use TF32, for "tf32", or do not; other dtypes have the default."""
+    precision = {"float32": "float32", "tf32": "tensorfloat32"}.get(dtype)
+    return contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
+
+
+def _place(array: HostArray, dtype: str, device: str) -> Any:
+    placed = next(found for found in _all_devices() if device_name(found) == device)
+    return jax.device_put(array, placed).astype(_DTYPES[dtype])
+
+
+def _all_devices() -> list[Any]:
+    return [*jax.devices(), *jax.devices("cpu")]
+
+
+PROBE: Final[CapabilityProbe] = JaxProbe()

@@ -1,0 +1,1 @@
+"""What mixed precision does on the devices here: measurements of each dtype, verdicts, and a recommended policy."""

@@ -1,0 +1,51 @@
+"""The doctor's operations in TensorFlow on the CPU, and the traps of this version, reproduced."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from polyamp_tensorflow.observe.capabilities import PROBE
+from polyamp_tensorflow.observe.known_traps import TRAPS
+from tests.core.doctor.backend_checks import check_operations, measure_small
+
+CPU = PROBE.devices()[-1]
+
+
+def test_every_dtype_is_measured() -> None:
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    found = measure_small(PROBE, CPU)
+    assert found.dtypes["bfloat16"].accumulation_error == pytest.approx(1.63e-3, rel=0.1)
+    assert found.dtypes["float8_e5m2"].verdict == "fails"
+    assert "float8_e5m2 is not in the list of allowed values" in found.dtypes["float8_e5m2"].reason
+    assert tf.config.experimental.tensor_float_32_execution_enabled() is before
+    assert CPU == ("CPU:0", "cpu", "CPU:0")
+
+
+def test_inputs_have_the_dtype() -> None:
+    check_operations(PROBE, CPU)
+
+
+def test_the_traps_are_those_of_this_version() -> None:
+    assert len([trap for trap in TRAPS if trap.holds_for(tf.__version__, "cpu")]) == 2
+
+
+@pytest.mark.parametrize(("gradient", "scale", "weight"), [(np.inf, 0.0, -np.inf), (1.0, np.inf, 0.0)])
+def test_the_scale_of_keras_has_no_limits(gradient: float, scale: float, weight: float) -> None:
+    variable = keras.Variable(np.zeros(1, np.float32))
+    optimizer = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(1.0), dynamic_growth_steps=1)
+    optimizer.build([variable])
+    for _ in range(170):
+        optimizer.apply([tf.constant([gradient])], [variable])
+    assert float(optimizer.dynamic_scale) == scale
+    variable.assign([0.0])
+    optimizer.apply([tf.constant([1.0])], [variable])
+    np.testing.assert_array_equal(variable.numpy(), [weight])
+
+
+def test_float16_layers_alone_are_not_scaled() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    model.compile("sgd", "mse")
+    assert type(model.optimizer) is keras.optimizers.SGD
