@@ -6,6 +6,7 @@ It is recorded once two sides are known to differ in a forward pass. A backend's
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
 import os
@@ -38,7 +39,7 @@ SourceFrame = tuple[str, int]
 
 
 class ValueSummary(msgspec.Struct, frozen=True):
-    """Summary of an array that no transposition and no reshape changes.
+    """Summary of an array. No transposition and no reshape changes it, but for `ordered`.
 
     Attributes:
         size: number of elements.
@@ -46,6 +47,7 @@ class ValueSummary(msgspec.Struct, frozen=True):
         nonfinite: number of elements that are inf or NaN; they count as 0 in everything else.
         total, absolute, squares: sums of the elements, of their absolute values and of their squares.
         quantiles: sorted elements at even distances, the smallest and the largest among them.
+        ordered: a sum of the elements with weights that depend on their places; 0 for a large array.
     """
 
     size: int
@@ -55,6 +57,7 @@ class ValueSummary(msgspec.Struct, frozen=True):
     absolute: float
     squares: float
     quantiles: tuple[float, ...]
+    ordered: float
 
 
 class SourcePlace(msgspec.Struct, frozen=True):
@@ -197,8 +200,9 @@ def summarize(array: Array, dtype: str) -> ValueSummary:
     if flat.size <= _MAX_SORTED_SIZE:
         places = np.linspace(0, max(flat.size - 1, 0), min(flat.size, _QUANTILES)).astype(int)
         quantiles = np.sort(flat)[places]
+        ordered = float(flat @ _place_weights()[: flat.size])
     else:
-        quantiles = np.array([flat.min(), flat.max()])
+        quantiles, ordered = np.array([flat.min(), flat.max()]), 0.0
     with np.errstate(over="ignore"):
         squares = float(flat @ flat)
     return ValueSummary(
@@ -209,15 +213,25 @@ def summarize(array: Array, dtype: str) -> ValueSummary:
         float(magnitudes.sum()),
         squares if math.isfinite(squares) else sys.float_info.max,
         tuple(map(float, quantiles)),
+        ordered,
     )
 
 
-def are_equal(one: ValueSummary, two: ValueSummary, tolerance: float) -> bool:
-    """Return whether two summaries can be of the same values in any order, up to a relative tolerance."""
+@functools.cache
+def _place_weights() -> Array:
+    import numpy as np
+
+    return np.cos(np.arange(_MAX_SORTED_SIZE, dtype=np.float64))
+
+
+def are_equal(one: ValueSummary, two: ValueSummary, tolerance: float, *, in_order: bool = False) -> bool:
+    """Return whether two summaries can be of the same values up to a relative tolerance, in any order or in one."""
     if (one.size, one.nonfinite) != (two.size, two.nonfinite):
         return False
     limit = tolerance * max(one.absolute, two.absolute)
     if abs(one.absolute - two.absolute) > limit or abs(one.total - two.total) > limit:
+        return False
+    if in_order and abs(one.ordered - two.ordered) > limit:
         return False
     if abs(one.squares - two.squares) > 2 * tolerance * max(one.squares, two.squares):
         return False

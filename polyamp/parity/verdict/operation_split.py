@@ -82,18 +82,20 @@ class _Side:
         self._is_matched: list[bool] = []
 
     def match(self, other: _Side, tolerance: float) -> None:
-        """Find out which values the other side has."""
-        self._is_matched = [other._has(record.value, tolerance) for record in self._records]
+        """Find out which values the other side has: constants, of few values, in the same order of elements."""
+        self._is_matched = [
+            other._has(record.value, tolerance, in_order=not is_data)
+            for record, is_data in zip(self._records, self._is_data, strict=True)
+        ]
 
-    def _has(self, value: ValueSummary, tolerance: float) -> bool:
-        """Return whether an operation of this side made a value."""
+    def _has(self, value: ValueSummary, tolerance: float, *, in_order: bool) -> bool:
         candidates = self._by_size.get((value.size, value.nonfinite), [])
         margin = 2 * tolerance * value.absolute
         start = bisect.bisect_left(candidates, (value.absolute - margin,))
         for absolute, number in candidates[start:]:
             if absolute > value.absolute + margin:
                 return False
-            if are_equal(value, self._records[number].value, tolerance):
+            if are_equal(value, self._records[number].value, tolerance, in_order=in_order):
                 return True
         return False
 

@@ -152,6 +152,18 @@ def test_tables_of_one_size_with_other_values_are_named_themselves() -> None:
     assert _names(split_operations(logs[0], logs[1], 0.5)) == ["pow", "pow"]
 
 
+def test_tables_of_the_same_numbers_at_other_places_differ() -> None:
+    logs = []
+    for lower in (False, True):
+        program = _MadeUpProgram()
+        ones = program.run("ones", lambda: np.ones((4, 4)))
+        mask = program.run("tril", np.tril, ones) if lower else program.run("triu", np.triu, ones)
+        scores = program.given(X[0, :, :4])
+        program.run("mask", lambda x, y: x * y, scores, mask)
+        logs.append(program.end())
+    assert _names(split_operations(logs[0], logs[1], 0.5)) == ["triu", "tril"]
+
+
 def test_the_record_ends_at_its_value() -> None:
     recorder = OperationRecorder(END)
     given = recorder.add_given(X, "float32")
