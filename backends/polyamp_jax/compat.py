@@ -100,9 +100,14 @@ def linear_algebra_name(eqn: JaxprEqn) -> str | None:
     """
     if primitive_name(eqn) != "jit" or eqn.params["name"] in ("matrix_power", "norm"):
         return None
-    file = str(getattr(eqn.params["jaxpr"].jaxpr.debug_info, "func_filename", None)).replace("\\", "/")
+    file = function_file(eqn.params["jaxpr"].jaxpr).replace("\\", "/")
     own = file.endswith(("/jax/_src/numpy/linalg.py", "/jax/_src/scipy/linalg.py"))
     return eqn.params["name"].lstrip("_") if own else None
+
+
+def function_file(jaxpr: Jaxpr) -> str:
+    """Return the file of the function that a jaxpr was traced from; "" where JAX does not know it."""
+    return getattr(jaxpr.debug_info, "func_filename", None) or ""
 
 
 def known_primitives() -> frozenset[str]:
@@ -114,6 +119,11 @@ def known_primitives() -> frozenset[str]:
 def named_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """Return the names of the `jax.named_scope`s that the equation was traced in, outermost first."""
     return tuple(entry.name for entry in eqn.source_info.name_stack.stack if type(entry).__name__ == "Scope")
+
+
+def equation_frames(eqn: JaxprEqn) -> list[tuple[str, int]]:
+    """Return file and line of the Python stack in which the equation was traced, innermost first."""
+    return [(frame.file_name, frame.line_num) for frame in getattr(eqn.source_info.traceback, "frames", ())]
 
 
 def inner_programs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -222,8 +232,7 @@ def bind_custom(eqn: JaxprEqn, args: Sequence[Any], functions: Sequence[Callable
     Args:
         eqn: the equation.
         args: all its arguments, constants first.
-        functions: the primal function, and the rule (custom_jvp) or the forward and backward rules (custom_vjp), in
-            JAX's calling convention.
+        functions: the primal function, and the rule (custom_jvp) or both rules (custom_vjp), as JAX calls them.
     """
     old, params = _subfunctions(eqn, eqn.params)
     wrapped = [
@@ -348,8 +357,7 @@ def enable_float64() -> contextlib.AbstractContextManager[Any]:
 def mapped_axes() -> tuple[Any, ...]:
     """Return the names of the `shard_map` and `pmap` axes around the current trace, without those of `vmap`.
 
-    Before jax 0.8, where pmap is not based on shard_map, named axes of vmap are included: JAX does not distinguish
-    them.
+    Before jax 0.8, where pmap is not based on shard_map, named axes of vmap are included: JAX mixes them.
     """
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if not axes and not getattr(jax.config, "jax_pmap_shmap_merge", jax.__version_info__ >= (0, 8)):

@@ -28,6 +28,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree, checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -86,6 +87,8 @@ non_persistent_buffers: Final[Callable[[nn.Module], set[str]]] = operator.attrge
 """The names of the buffers that a module excludes from its `state_dict` (`persistent=False`)."""
 reset_flat_weights: Final[Callable[..., Any]] = operator.methodcaller("_init_flat_weights")
 """Makes an `nn.RNNBase` rebuild its list of its parameters."""
+DispatchMode: Final[Any] = _TorchDispatchMode
+"""Mode below autograd and autocast."""
 tree_flatten: Final[Callable[..., Any]] = _pytree.tree_flatten
 tree_leaves: Final[Callable[..., Any]] = _pytree.tree_leaves
 tree_unflatten: Final[Callable[..., Any]] = _pytree.tree_unflatten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +12,11 @@ import msgspec
 
 from polyamp.errors import ArgumentError
 from polyamp.parity.execution.batch_checks import RepeatCheck, check_batches
+from polyamp.parity.execution.operation_pass import add_note, add_sites, failed_pass_note, make_request
 from polyamp.parity.execution.participant import Participant
 from polyamp.parity.execution.report_builder import SideRecord, build_report
-from polyamp.parity.execution.trace_recorder import BatchSource, side_batch
+from polyamp.parity.execution.trace_recorder import BatchSource, ParticipantAlignment, side_batch
+from polyamp.parity.execution.worker_messages import OperationRequest
 from polyamp.parity.precisions import comparison_phases
 from polyamp.parity.report.report import Report
 from polyamp.porting.check import ChannelOrderAdapter
@@ -122,6 +124,7 @@ def compare(
                 folder=Path(folder) / str(number),
                 environment=participant.environment(),
                 recipe=participant.recipe,
+                records_operations=participant.records_operations,
                 alignment=second.alignments[0],
             )
             record.folder.mkdir()
@@ -130,7 +133,27 @@ def compare(
                 record.end_phase(*participant.record(phase, alignment, batches[number], steps, path))
             records.append(record)
         report = build_report(records, phases, steps, randomness, began)
+        request = make_request(report.comparisons[0], records, phases)
+        if request is not None:
+            report = _record_operations(report, request, ((one, first), (two, second)), batches)
     return msgspec.structs.replace(report, phases=[phase.title for phase in phases])  # float64 also where it failed
+
+
+def _record_operations(
+    report: Report,
+    request: OperationRequest,
+    sides: Sequence[tuple[Participant, ParticipantAlignment]],
+    batches: Sequence[BatchSource],
+) -> Report:
+    """Return the report with the operations at which the sides part, from a further pass of each."""
+    logs = {}
+    for (participant, alignment), source in zip(sides, batches, strict=True):
+        label = participant.label
+        try:
+            logs[label] = participant.record_operations(request.phase, alignment, source, request.locations[label])
+        except Exception as error:  # noqa: BLE001  # the verdict stands without it
+            return add_note(report, 0, failed_pass_note(label, str(error)))
+    return add_sites(report, 0, logs)
 
 
 def _value_per_side(value: Any) -> tuple[Any, Any]:

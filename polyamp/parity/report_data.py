@@ -45,6 +45,23 @@ class SideValues(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[str] = msgspec.field(default_factory=list)
 
 
+class OperationSite(msgspec.Struct, frozen=True, kw_only=True):
+    """The operation of one side at which its forward pass parts from the other's.
+
+    Attributes:
+        operation: its name in the framework.
+        file, line, code: the line that asked for it; "" and 0 if no line outside the framework did, or if its source is
+            not known.
+        is_missing: whether the other side goes on with an operation that this side lacks; then it is this side's last.
+    """
+
+    operation: str
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    is_missing: bool = False
+
+
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """First divergence of two trainings.
 
@@ -63,6 +80,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
         sentence: the likely cause in words.
         evidence: the observations that support it, a sentence each.
         after: path of the last module before it that agrees; "" if there is none.
+        sites: label -> the operation at which its forward pass parts; empty where single operations do not show it.
     """
 
     phase: str
@@ -79,6 +97,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str = ""
     evidence: list[str] = msgspec.field(default_factory=list)
     after: str = ""
+    sites: dict[str, OperationSite] = msgspec.field(default_factory=dict)
 
 
 class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):

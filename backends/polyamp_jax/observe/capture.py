@@ -98,23 +98,10 @@ class PassCapture:
         check_has_rows(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
         params, scale = forward_backward.compute_parameters(state), forward_backward.active_loss_scale(state)
         keys = forward_backward.pass_keys(state, state.running.draws)
-        adapter, plan = state.setup.adapter, state.setup.plan
-        recorder, interpreted = Recorder(), has_interpreted_operations(plan)
-
-        def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
-            engine = _TagEngine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
-            with (
-                matmul_precision(plan),
-                tag_module_outputs(),
-                contextlib.nullcontext() if interpreted else enable_name_scopes(),
-            ):
-                loss, aux = step_checks.split_loss_and_aux(self._loss_fn(make_policy_module(engine), batch))
-            check_aux(aux)
-            return forward_backward.scale_loss_value(loss, scale)[0], loss
-
+        recorder, interpreted = Recorder(), has_interpreted_operations(state.setup.plan)
         # in cast mode loss_fn may use both a parameter's cast and the master itself
         masters = None if params is state.params else state.params
-        traced = jax.make_jaxpr(loss_of)(params, masters)
+        traced = jax.make_jaxpr(tagged_loss(state, self._loss_fn, batch, keys, scale, recorder))(params, masters)
         if not interpreted:
             record_op_dtypes(traced.jaxpr, recorder)
         marks = program_tags(traced.jaxpr)
@@ -150,6 +137,31 @@ class PassCapture:
             accumulation.unscale_gradients(values, scale, jax.tree.leaves(state.params)),
             StaticResult(_trace_info(state, traced.jaxpr, [mark for mark, _, _ in captures], recorder)),
         )
+
+
+def tagged_loss(
+    state: JaxState, loss_fn: LossFunction, batch: Any, keys: Any, scale: Any, recorder: Recorder
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a function of the parameters and the masters -> (scaled loss, loss), whose modules tag their outputs.
+
+    Args:
+        state: the state.
+        loss_fn: the loss.
+        batch: prepared batch.
+        keys, scale: of the pass.
+        recorder: receives the operations under autocast.
+    """
+    adapter, plan = state.setup.adapter, state.setup.plan
+    scopes = contextlib.nullcontext() if has_interpreted_operations(plan) else enable_name_scopes()
+
+    def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
+        engine = _TagEngine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
+        with matmul_precision(plan), tag_module_outputs(), scopes:
+            loss, aux = step_checks.split_loss_and_aux(loss_fn(make_policy_module(engine), batch))
+        check_aux(aux)
+        return forward_backward.scale_loss_value(loss, scale)[0], loss
+
+    return loss_of
 
 
 class _TagEngine(PolicyEngine):

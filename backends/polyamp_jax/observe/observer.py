@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, PassRecord, UniformSource
+from polyamp.parity.trace.operation_log import OperationRecorder
 from polyamp.results import LossFunction
 from polyamp_jax import compat
 from polyamp_jax.arrays import device_name, shape_struct
 from polyamp_jax.observe.capture import PassCapture, PassTraceInfo
 from polyamp_jax.observe.dropout import disable_dropout
 from polyamp_jax.observe.model_copy import model_copy
+from polyamp_jax.observe.operation_recorder import record_operations
 from polyamp_jax.porting.libraries.porting_library import find_library
 from polyamp_jax.porting.libraries.stacked_layers import parse_slice_name
 from polyamp_jax.step.error_hints import explain_error
@@ -119,6 +121,9 @@ class JaxObserver:
         return PassRecord(
             float(passed.loss), LeafGradients(state, passed.gradients), info.operations, info.hidden_reason
         )
+
+    def record_operations(self, state: Any, loss_fn: LossFunction, batch: Any, recorder: OperationRecorder) -> None:
+        record_operations(state, loss_fn, batch, recorder)
 
 
 OBSERVER: Final = JaxObserver()

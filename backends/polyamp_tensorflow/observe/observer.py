@@ -7,9 +7,10 @@ from typing import Any, Final
 
 from polyamp.contract.backend import State
 from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observer, PassRecord, UniformSource
+from polyamp.parity.trace.operation_log import OperationRecorder
 from polyamp.results import LossFunction
 from polyamp_tensorflow.arrays import device_name, native_variable
-from polyamp_tensorflow.observe import capture, dropout, model_copy
+from polyamp_tensorflow.observe import capture, dropout, model_copy, operation_recorder
 from polyamp_tensorflow.precision.policy_module import native_model
 
 
@@ -47,6 +48,9 @@ class KerasObserver:
 
     def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         return capture.capture_pass(state, loss_fn, batch, on_capture)
+
+    def record_operations(self, state: State, loss_fn: LossFunction, batch: Any, recorder: OperationRecorder) -> None:
+        operation_recorder.record_operations(state, loss_fn, batch, recorder)
 
 
 OBSERVER: Final[Observer] = KerasObserver()

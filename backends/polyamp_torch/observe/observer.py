@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from polyamp.contract.backend import State
 from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observer, PassRecord, UniformSource
+from polyamp.parity.trace.operation_log import OperationRecorder
 from polyamp.results import LossFunction
 from polyamp_torch.arrays import describe_device
-from polyamp_torch.observe import capture, dropout, model_copy
+from polyamp_torch.observe import capture, dropout, model_copy, operation_recorder
 from polyamp_torch.precision.policy_module import module_device
 
 
@@ -30,6 +31,9 @@ class TorchObserver:
 
     def capture_pass(self, state: State, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         return capture.capture_pass(state, loss_fn, batch, on_capture)  # type: ignore[arg-type]  # a state of this backend
+
+    def record_operations(self, state: State, loss_fn: LossFunction, batch: Any, recorder: OperationRecorder) -> None:
+        operation_recorder.record_operations(state, loss_fn, batch, recorder)  # type: ignore[arg-type]  # a state of this backend
 
 
 OBSERVER: Final[Observer] = TorchObserver()

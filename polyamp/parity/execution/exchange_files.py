@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from polyamp.errors import PortError
 from polyamp.parity.execution.memory_mapped_arrays import ArrayLocation, ArrayStore, memory_map
 from polyamp.parity.execution.participant import FirstPass
+from polyamp.parity.trace.operation_log import OperationLog
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
@@ -55,6 +58,16 @@ def read_reference(folder: Path) -> Inventory:
     """Read the layers of the first side; values are loaded lazily."""
     inventory: Inventory = _read_pickle(folder / _REFERENCE_FILE)
     return inventory
+
+
+def write_operations(log: OperationLog, path: Path) -> None:
+    """Write the recorded operations of a side."""
+    path.write_bytes(msgspec.msgpack.encode(log))
+
+
+def read_operations(path: Path) -> OperationLog:
+    """Read the recorded operations of a side."""
+    return msgspec.msgpack.decode(path.read_bytes(), type=OperationLog)
 
 
 def write_first_pass(found: FirstPass, folder: Path) -> None:

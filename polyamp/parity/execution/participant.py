@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -33,7 +34,8 @@ from polyamp.parity.precisions import (
     without_judge,
 )
 from polyamp.parity.report_data import Environment
-from polyamp.parity.trace.observer import HasObserver, Observer
+from polyamp.parity.trace.observer import DropoutCount, HasObserver, Observer
+from polyamp.parity.trace.operation_log import OperationLog, OperationObserver, OperationRecorder, PassLocation
 from polyamp.parity.trace.trace import Trace, TraceWriter
 from polyamp.parity.trainers import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
@@ -67,6 +69,22 @@ class FirstPass(NamedTuple):
 
     evaluation: Evaluation | None
     failure: str = ""
+
+
+class _TrainingCopy(NamedTuple):
+    """A copy of a model in training.
+
+    Attributes:
+        trainer: its trainer.
+        trains: whether it trains, or only runs passes.
+        numbers: source of the random numbers that all sides share; None where dropout is off.
+        dropout: count of the calls of dropout that are turned off; None where they are not.
+    """
+
+    trainer: Trainer
+    trains: bool
+    numbers: SharedRandomNumbers | None
+    dropout: DropoutCount | None
 
 
 class _FirstPassError(Exception):
@@ -315,24 +333,17 @@ class Participant:
             UnsupportedError: the framework or the model does not support a float64 phase.
         """
         began = time.perf_counter()
-        loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
-        recorder = TraceRecorder(self.inventory, self._observer, loss_fn, alignment, batches, write)
-        with self._observer.model_copy(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
-            model = self._fill_weights(working, alignment, phase)
-            numbers = SharedRandomNumbers() if self._has_shared_randomness else None
-            with self._observer.disable_dropout(
-                model, None if numbers is None else numbers.uniform_source(self.inventory)
-            ) as dropout:
-                recorder.dropout = None if self._has_shared_randomness else dropout
-                trainer, trains = self._trainer(model, phase, loss_fn)
-                micro = self.recipe is not None and self.recipe.accumulate_steps > 1
-                try:
-                    recorder.steps(trainer, steps if trains else 0, numbers, micro=micro)
-                except Exception as error:
-                    error.add_note(
-                        f"In a comparison: {self.label}, {phase.title or phase.name}, step {recorder.step_number}."
-                    )
-                    raise
+        recorder = TraceRecorder(self.inventory, self._observer, self._loss_to_train, alignment, batches, write)
+        with self._training_copy(phase, alignment) as copy:
+            recorder.dropout = copy.dropout
+            micro = self.recipe is not None and self.recipe.accumulate_steps > 1
+            try:
+                recorder.steps(copy.trainer, steps if copy.trains else 0, copy.numbers, micro=micro)
+            except Exception as error:
+                error.add_note(
+                    f"In a comparison: {self.label}, {phase.title or phase.name}, step {recorder.step_number}."
+                )
+                raise
         return Trace(
             side=self.label,
             phase=phase.name,
@@ -341,6 +352,44 @@ class Participant:
             dropouts=recorder.dropouts,
             seconds=time.perf_counter() - began - recorder.overhead_seconds,
         )
+
+    @property
+    def records_operations(self) -> bool:
+        """Whether the backend records single operations."""
+        return isinstance(self._observer, OperationObserver)
+
+    def record_operations(
+        self, phase: Phase, alignment: ParticipantAlignment, batches: BatchSource, location: PassLocation
+    ) -> OperationLog:
+        """Return the operations of a forward pass of the first batch up to a value.
+
+        Args:
+            phase, alignment, batches: as for `run`.
+            location: the value.
+        """
+        observer, recorder = self._observer, OperationRecorder(location)
+        batch = batches(0)
+        if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
+            batch = batch[0]
+        with self._training_copy(phase, alignment) as copy:
+            if isinstance(observer, OperationObserver):
+                observer.record_operations(copy.trainer.state, self._loss_to_train, batch, recorder)
+        return recorder.log()
+
+    @functools.cached_property
+    def _loss_to_train(self) -> Any:
+        return random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
+
+    @contextlib.contextmanager
+    def _training_copy(self, phase: Phase, alignment: ParticipantAlignment) -> Iterator[_TrainingCopy]:
+        """Context manager that yields a copy with the first side's weights, ready to train in a phase."""
+        with self._observer.model_copy(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
+            model = self._fill_weights(working, alignment, phase)
+            numbers = SharedRandomNumbers() if self._has_shared_randomness else None
+            draws = None if numbers is None else numbers.uniform_source(self.inventory)
+            with self._observer.disable_dropout(model, draws) as dropout:
+                trainer, trains = self._trainer(model, phase, self._loss_to_train)
+                yield _TrainingCopy(trainer, trains, numbers, None if self._has_shared_randomness else dropout)
 
     def _trainer(self, model: Any, phase: Phase, loss_fn: Any) -> tuple[Trainer, bool]:
         """Return the trainer of a copy, and whether it trains in this phase: a user's loop has only one precision."""

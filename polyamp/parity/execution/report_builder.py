@@ -34,6 +34,7 @@ class SideRecord:
         environment: environment in which it runs.
         recipe: its recipe; None if nothing is trained.
         optimizer: description of a framework's own optimizer, which cannot be serialised; "" for one of polyamp's.
+        records_operations: whether its backend records single operations.
         alignment: its alignment with the first side.
         phase, step: its current phase and step.
         traces: phase -> its trace without entries, once it has ended.
@@ -46,6 +47,7 @@ class SideRecord:
     environment: Environment | None = None
     recipe: Recipe | None = None
     optimizer: str = ""
+    records_operations: bool = False
     alignment: Alignment | None = None
     phase: str = ""
     step: int = 0

@@ -18,6 +18,7 @@ from polyamp.errors import ArgumentError, PolyampError, RecipeError, describe_va
 from polyamp.parity.execution.batch_checks import check_batches
 from polyamp.parity.execution.function_ref import FunctionRef, import_paths, make_function_ref
 from polyamp.parity.execution.memory_mapped_arrays import ArrayStore, BatchTree
+from polyamp.parity.execution.operation_processes import record_operations
 from polyamp.parity.execution.report_builder import build_report
 from polyamp.parity.execution.worker_messages import OwnLoopSpec, ParityEvent, SideJob
 from polyamp.parity.execution.worker_pool import WORKER_MODULE, SideProcess, WorkerPool
@@ -127,12 +128,12 @@ def run(
 
         def report() -> Report:
             found = build_report(sides, pool.phases, steps, randomness, began)
-            if out_folder is not None:
-                (out_folder / "report.json").write_bytes(encode_report(found))
+            _write_data(found, out_folder)
             return found
 
         try:
             pool.run()
+            found = record_operations(report(), sides, jobs, pool.phases, Path(scratch), timeout)
         except BaseException as error:
             try:
                 report()
@@ -145,7 +146,7 @@ def run(
             except Exception as another:  # noqa: BLE001  # the interruption itself is raised
                 error.add_note(f"polyamp.parity.run was interrupted, and its report could not be written: {another}")
             raise
-        found = report()
+        _write_data(found, out_folder)
     if out_folder is not None:
         _save_pages(found, out_folder)
     return found
@@ -329,6 +330,11 @@ def _check_writable(out: Path) -> Path:
     except OSError as error:
         raise ArgumentError(f"out must be a folder that can be written to. Received: {str(out)!r}: {error}.") from error
     return out.absolute()
+
+
+def _write_data(report: Report, out_folder: Path | None) -> None:
+    if out_folder is not None:
+        (out_folder / "report.json").write_bytes(encode_report(report))
 
 
 def _save_pages(report: Report, out_folder: Path) -> None:

@@ -163,7 +163,13 @@ class ParticipantWorker(SideWorker[SideJob]):
         text, optimizer = recipe_json(participant.recipe)
         environment = participant.environment()
         self.emit(
-            worker_messages.SideBuildEvent(side=job.side, environment=environment, recipe=text, optimizer=optimizer)
+            worker_messages.SideBuildEvent(
+                side=job.side,
+                environment=environment,
+                recipe=text,
+                optimizer=optimizer,
+                records_operations=participant.records_operations,
+            )
         )
         alignment = None
         if job.number == 0:
@@ -189,8 +195,15 @@ class ParticipantWorker(SideWorker[SideJob]):
         command = self.next_command(TrainCommand)
         if command is None:  # the run ended
             return
-        self.activity = "in training"
-        self._train(participant, alignment or self._align_as_first(participant, command), batches, command.phases)
+        alignment = alignment or self._align_as_first(participant, command)
+        if job.operations is None:
+            self.activity = "in training"
+            self._train(participant, alignment, batches, command.phases)
+        else:
+            self.activity = "while its operations were recorded"
+            phase, location = job.operations.phase, job.operations.locations[job.side]
+            log = participant.record_operations(phase, alignment, batches.without_progress, location)
+            exchange_files.write_operations(log, Path(job.operations_file))
         self.emit(worker_messages.SideFinishEvent(side=job.side))
 
     def _inputs(self) -> Any:

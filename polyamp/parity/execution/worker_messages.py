@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -14,9 +14,12 @@ from polyamp.parity.execution.function_ref import FunctionRef
 from polyamp.parity.execution.memory_mapped_arrays import BatchTree
 from polyamp.parity.precisions import Phase
 from polyamp.parity.report_data import Environment, Failure
+from polyamp.parity.trace.operation_log import PassLocation
 from polyamp.parity.trace.trace import Trace
 from polyamp.parity.verdict.alignment import Alignment
 
+OPERATIONS_FILE: Final = "operations"
+"""Name of the file of recorded operations in a side's folder."""
 FailureReason = Literal["missing", "error", "crashed", "killed", "timeout", "interrupted"]
 
 
@@ -33,6 +36,18 @@ class OwnLoopSpec(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     recipe: str
 
 
+class OperationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for the operations of one pass of the first batch, in the initial state.
+
+    Attributes:
+        phase: the precision of the pass.
+        locations: label -> the value at which the sides differ.
+    """
+
+    phase: Phase
+    locations: dict[str, PassLocation]
+
+
 class WorkerJob(msgspec.Struct, frozen=True, kw_only=True):
     """Job of a worker, with the label of its side. Subclasses add what it does."""
 
@@ -45,7 +60,7 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
     Attributes:
         number: 0 for the first side.
         folder: for files that sides exchange, and for stored arrays.
-        traces: folder for its traces.
+        traces: folder for its traces, or for the operations that it records.
         paths: folders for module lookup, before the interpreter's own.
         build: function that makes the model.
         loss_fn: the loss; None for none.
@@ -57,6 +72,7 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
         rows: as for `polyamp.port`.
         randomness: "off" or "shared".
         options: `{"init": {...}, "step": {...}}`.
+        operations: what to record instead of a training; None trains.
     """
 
     number: int
@@ -73,6 +89,7 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
     rows: dict[str, Literal["channels"] | None] | None
     randomness: str
     options: dict[str, dict[str, Any]]
+    operations: OperationRequest | None = None
 
     @property
     def arrays(self) -> str:
@@ -82,6 +99,11 @@ class SideJob(WorkerJob, frozen=True, kw_only=True):
     def alignment_file(self, number: int) -> str:
         """Return the path of the file with a side's alignment with the first side."""
         return f"{self.folder}/answer-{number}"
+
+    @property
+    def operations_file(self) -> str:
+        """Path of the file with the operations that were recorded."""
+        return f"{self.traces}/{OPERATIONS_FILE}"
 
 
 class TrainCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,12 +139,14 @@ class SideBuildEvent(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
         environment: environment in which it runs.
         recipe: its recipe as JSON; None if nothing is trained.
         optimizer: name of a framework's own optimizer, which cannot be serialised; "" for one of polyamp's.
+        records_operations: whether its backend records single operations.
     """
 
     side: str
     environment: Environment
     recipe: str | None
     optimizer: str = ""
+    records_operations: bool = False
 
 
 class SideReadyEvent(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

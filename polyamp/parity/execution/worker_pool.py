@@ -216,6 +216,7 @@ class WorkerPool:
             side.worker.send(msgspec.json.encode(side.job) + b"\n")
         elif isinstance(event, worker_messages.SideBuildEvent):
             side.environment, side.optimizer = event.environment, event.optimizer
+            side.records_operations = event.records_operations
             side.recipe = None if event.recipe is None else Recipe.from_json(event.recipe)
         elif isinstance(event, worker_messages.SideReadyEvent):
             side.alignment = event.alignment

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Final, Literal
 
 from polyamp.parity.report_data import (
@@ -252,6 +253,24 @@ def operations(side: SideValues) -> list[str]:
         f"{plain(name)}, {count} times" if count > 1 else plain(name)
         for name, count in Counter(side.operations).items()
     ]
+
+
+def sites(divergence: Divergence) -> list[str]:
+    """Return the lines of both sides' operations at a divergence, as texts.
+
+    >>> from polyamp.parity.report_data import OperationSite
+    >>> site = OperationSite(operation="add", file="/home/me/model.py", line=41, code="x = x + y")
+    >>> found = Divergence(phase="float32", step=1, stage="forward", module="", what="output", sites={"torch": site})
+    >>> sites(found)
+    ['torch model.py:41, add in "x = x + y"']
+    """
+    found = []
+    for label, site in divergence.sites.items():
+        code = f' in "{site.code}"' if site.code else ""
+        place = f"{PurePath(site.file).name}:{site.line}, " if site.file else ""
+        last = "has nothing after " if site.is_missing else ""
+        found.append(f"{label} {last}{place}{site.operation}{code}")
+    return found
 
 
 def kind(divergence: Divergence) -> str:

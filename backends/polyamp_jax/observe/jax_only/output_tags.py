@@ -179,7 +179,7 @@ def _run_jaxpr(
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        inner = _inline_program(eqn)
+        inner = inline_program(eqn)
         with compat.equation_context(eqn):
             if eqn.primitive is TAG_PRIMITIVE:
                 mark = next(marks)
@@ -196,7 +196,7 @@ def _reachable_tags(jaxpr: compat.Jaxpr) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is TAG_PRIMITIVE:
             yield eqn
-        elif (inner := _inline_program(eqn)) is not None:
+        elif (inner := inline_program(eqn)) is not None:
             yield from _reachable_tags(inner[0])
 
 
@@ -207,8 +207,8 @@ def _all_equations(jaxpr: compat.Jaxpr) -> Iterator[Any]:
             yield from _all_equations(inner)
 
 
-def _inline_program(eqn: compat.JaxprEqn) -> tuple[compat.Jaxpr, Sequence[Any]] | None:
-    """Return an equation's inner jaxpr and its constants if it contains tags, else None."""
+def inline_program(eqn: compat.JaxprEqn) -> tuple[compat.Jaxpr, Sequence[Any]] | None:
+    """Return an equation's inner jaxpr and its constants if its tags are reached, else None."""
     if compat.primitive_name(eqn) not in _INLINE_PRIMITIVES:
         return None
     params: Mapping[str, Any] = eqn.params
