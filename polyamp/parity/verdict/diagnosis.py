@@ -125,6 +125,9 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     a, b = comparison.one.sketch, comparison.two.sketch
     where = _location_text(comparison.one, after)
     if a is None or b is None:
+        if comparison.kind == "dtype":
+            sentence = "The loss is a number of 16 bits on one side alone, which computes or stores it in them."
+            return Cause("dtype", sentence, [_number_text(comparison, labels)])
         found = _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
         settings = recipe_differences(labels, known.recipes) if comparison.one.stage == "step" else []
         return found._replace(evidence=[*found.evidence, *settings])
@@ -140,8 +143,14 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         ]
         return Cause("randomness", f"One side does not repeat itself {where}: something random runs in the model.", own)
     if comparison.kind == "operations":
-        path = repr(comparison.one.module) if comparison.one.module else "the model"
-        return Cause("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
+        place = f"{'Before' if comparison.one.what == 'input' else 'In'} {_path_text(comparison.one)}"
+        own = [
+            f"{each / size:.1e} in {label}"
+            for label, each in zip(labels, comparison.own, strict=True)
+            if each is not None
+        ]
+        evidence = [f"Relative distance from a side's own float32 run: {' and '.join(own)}."] * bool(own)
+        return Cause("dtype", f"{place} one side runs in 16 bits what the other keeps in float32.", evidence)
     if comparison.kind == "dtype":
         return Cause(
             "dtype",
@@ -371,8 +380,12 @@ def _hidden_layers_evidence(module: str, between: Sequence[str]) -> str:
     )
 
 
+def _path_text(entry: Entry) -> str:
+    return repr(entry.module) if entry.module else "the model"
+
+
 def _location_text(entry: Entry, after: str) -> str:
-    path = repr(entry.module) if entry.module else "the model"
+    path = _path_text(entry)
     if entry.what == "input":
         return f"in what {path} is given" + (f", behind {after!r}, which agrees: between the two" if after else "")
     if entry.stage == "forward":
