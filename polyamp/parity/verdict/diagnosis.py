@@ -63,6 +63,7 @@ class Circumstances(NamedTuple):
         traces: of both sides.
         recipes: of both sides; None of a side that has none, or that a loop of the user's trains.
         history: the entries of this step and of the one before.
+        roundoff: unit roundoff of the phase.
         after: path of the last module that agrees; "" if there is none.
     """
 
@@ -72,6 +73,7 @@ class Circumstances(NamedTuple):
     traces: tuple[Trace, Trace]
     recipes: tuple[Recipe | None, Recipe | None]
     history: StepHistory
+    roundoff: float
     after: str = ""
 
 
@@ -286,7 +288,7 @@ def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause |
     entry = comparison.one
     if entry.step < 1 or entry.stage not in ("step", "update") or entry.what in _NOT_FROM_UPDATES:
         return None
-    found = explain_step(known.labels, entry.step, known.recipes, known.history.updates())
+    found = explain_step(known.labels, entry.step, known.recipes, known.history.updates(), known.roundoff)
     settings = recipe_differences(known.labels, known.recipes)
     if found is None:
         return Cause("formula", settings[0], []) if settings and entry.number is None else None

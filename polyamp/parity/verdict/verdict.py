@@ -129,7 +129,7 @@ class _PhaseComparison:
     ) -> None:
         one, two = (None if recipe is None or not trains(recipe) else recipe for recipe in recipes)
         self._history = StepHistory()
-        self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history)
+        self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history, tolerance.roundoff)
         self._judge, self._judged, self._are_judges_equal = judge, "", True
         self._clips, self._is_exact_only = clips, False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance

@@ -65,6 +65,9 @@ class Loop:
         rule = self._rule
         grads = gradients(number, rule("size", 1.0))
         given = {name: each * rule("factor", 1.0) for name, each in grads.items()}
+        if rule("noise"):  # a pass of its own, which rounds in another way than the recorded one
+            rng = np.random.default_rng(number)
+            given = {name: a * (1.0 + rule("noise") * rng.standard_normal(a.shape)) for name, a in given.items()}
         if rule("norm"):
             factor = rule("norm") / (global_norm(given) + rule("added", 0.0))
             given = {name: each * factor for name, each in given.items()}
@@ -108,12 +111,12 @@ class Loop:
         return updated
 
 
-def cause(one: Loop, two: Loop, recipe: Recipe | None = None, steps: int = 1) -> Cause | None:
+def cause(one: Loop, two: Loop, recipe: Recipe | None = None, steps: int = 1, roundoff: float = 0.0) -> Cause | None:
     history = StepHistory()
     history.advance(one.entries(0, {}), two.entries(0, {}))
     for number in range(1, steps + 1):
         history.advance(one.step(number), two.step(number))
-    return explain_step(("one", "two"), steps, (recipe, None), history.updates())
+    return explain_step(("one", "two"), steps, (recipe, None), history.updates(), roundoff)
 
 
 NORM = global_norm(gradients(1))
@@ -345,3 +348,26 @@ def test_recipes_that_differ_are_a_sentence_of_settings() -> None:
     ]
     assert recipe_differences(("one", "two"), (CLIPPED, CLIPPED.replace(policy="mixed_bfloat16"))) == []
     assert recipe_differences(("one", "two"), (CLIPPED, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "sentence"),
+    [
+        ("adamw", {"decoupled": 0.0}, "Only one takes a decoupled weight decay from the parameters."),
+        ("adamw", {"decoupled": RATE * DECAY, "rate": 2 * RATE}, "Another learning rate"),
+        ("sgd", {"momentum": 0.5}, "Another momentum: 0.9"),
+    ],
+)
+def test_rounding_of_a_loops_own_pass_in_16_bits_is_no_other_gradient(
+    kind: str, theirs: dict[str, Any], sentence: str
+) -> None:
+    ours = Loop(kind, **(ADAMW if kind == "adamw" else {}))
+    steps = 1 if kind == "adamw" else 2
+
+    found = cause(ours, Loop(kind, noise=6e-3, **theirs), steps=steps, roundoff=2.0**-8)
+
+    assert found is not None
+    assert found.sentence.startswith(sentence)
+    in_float32 = cause(Loop(kind), Loop(kind, noise=6e-3, **theirs), steps=steps)
+    assert in_float32 is not None
+    assert "another gradient than that of the batch" in in_float32.sentence
