@@ -40,6 +40,14 @@ Rows = Annotated[
         help="Whether dense layers of the target (paths divided by /) take flattened channels. Repeatable.",
     ),
 ]
+Forms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--forms",
+        metavar="REGEX=LAYOUT",
+        help="Layout of an array of no known layer, by its path: transpose, or axes as 'ndh -> d(nh)'. Repeatable.",
+    ),
+]
 Strict = Annotated[
     bool, typer.Option("--strict/--no-strict", help="Refuse layers without a partner, or leave and report them.")
 ]
@@ -60,6 +68,7 @@ def port(
     into: Into = None,
     names: Names = None,
     rows: Rows = None,
+    forms: Forms = None,
     strict: Strict = True,
     from_: From = None,
     to: To = None,
@@ -97,6 +106,7 @@ def port(
                 into=into,
                 names=dict(_parse_renaming(item) for item in names or ()),
                 rows=dict(_parse_rows(item) for item in rows or ()) or None,
+                forms=dict(_parse_form(item) for item in forms or ()) or None,
                 strict=strict,
                 source_format=from_,
                 target_format=to,
@@ -127,6 +137,14 @@ def _parse_rows(item: str) -> tuple[str, Literal["channels"] | None]:
     if not glob or value not in ("channels", "none"):
         raise ArgumentError(f"--rows takes GLOB=channels or GLOB=none, such as 'fc=channels'. Received: {item!r}.")
     return glob, "channels" if value == "channels" else None
+
+
+def _parse_form(item: str) -> tuple[str, str]:
+    """Parse REGEX=LAYOUT at the last `=`: a layout contains none."""
+    pattern, equals, layout = item.rpartition("=")
+    if not equals or not pattern:
+        raise ArgumentError(f"--forms takes REGEX=LAYOUT, such as 'rel_embedding=transpose'. Received: {item!r}.")
+    return pattern, layout.strip()
 
 
 @contextmanager

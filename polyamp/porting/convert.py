@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from polyamp.contract import registry
-from polyamp.errors import ArgumentError, PortError, did_you_mean
+from polyamp.errors import ArgumentError, PortError, describe_value, did_you_mean
 from polyamp.files import as_path, missing_file_error
 from polyamp.porting.files import canonical_file, file_formats
 from polyamp.porting.layouts.canonical_model import to_canonical
+from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.matching.flatten_order import Rows
 from polyamp.porting.model_side import ModelSide, export, make_model_side
 from polyamp.porting.port import plan_values, transfer_model
@@ -62,6 +63,7 @@ def convert(
     names: Mapping[str, str] | None = None,
     strict: bool = True,
     rows: Rows | None = None,
+    forms: Mapping[str, str | Form] | None = None,
     source_format: str | None = None,
     target_format: str | None = None,
     dry_run: bool = False,
@@ -76,6 +78,7 @@ def convert(
         names: see `polyamp.port`.
         strict: see `polyamp.port`.
         rows: see `polyamp.port`.
+        forms: see `polyamp.port`.
         source_format: format of the source if the file does not identify it: "canonical", or a backend's name.
         target_format: the same for the target.
         dry_run: do everything except writing.
@@ -85,7 +88,8 @@ def convert(
 
     Raises:
         PortError: as for `polyamp.port`, or a file is damaged or of an unknown format.
-        ArgumentError: neither `like` nor `into` where the target needs one, or both; or `into` names no function.
+        ArgumentError: neither `like` nor `into` where the target or `forms` needs one, or both; or `into` names no
+            function.
         BackendNotInstalledError: the framework of a file is not installed.
         FileNotFoundError: there is no such file.
         OSError: the target cannot be written; an older file is unchanged.
@@ -102,10 +106,15 @@ def convert(
             "file of the target model, or --into package.module:build, a function that makes it. A target that ends in "
             ".safetensors needs neither: it is written in the canonical layout."
         )
+    if like is None and into is None and forms:
+        raise ArgumentError(
+            "--forms says how an array corresponds to one of the target. Give --like FILE, an existing file of the "
+            f"target model, or --into package.module:build. Received: {describe_value(forms)} without a target model."
+        )
     found = file_formats.file_inventory(source, source_format)
     if like is not None:
         layout = file_formats.file_inventory(like, target_format)
-        leaves, report = plan_values(found, layout, names, strict=strict, rows=rows)
+        leaves, report = plan_values(found, layout, names, strict=strict, rows=rows, forms=forms)
         if not dry_run:
             with track_reads("filling the target", leaves) as shown:
                 file_formats.write_like(goal, shown, Path(like), target_format)
@@ -130,8 +139,8 @@ def convert(
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."
         )
     if dry_run:
-        return plan_values(found, side.inventory, names, strict=strict, rows=rows)[1]
-    ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None, rows=rows)
+        return plan_values(found, side.inventory, names, strict=strict, rows=rows, forms=forms)[1]
+    ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None, rows=rows, forms=forms)
     if chosen == file_formats.CANONICAL:
         save(ported, goal)
     else:

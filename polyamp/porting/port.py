@@ -207,9 +207,10 @@ def plan_values(
     *,
     strict: bool,
     rows: Rows | None = None,
+    forms: Mapping[str, str | Form] | None = None,
 ) -> tuple[dict[str, Lazy], PortReport]:
     """Return the new value of every leaf of the target by name, and the report, without a run of the models."""
-    plan = make_transfer_plan(source, target, names, strict=strict, rows=rows, absent_bias=True)
+    plan = make_transfer_plan(source, target, names, strict=strict, rows=rows, absent_bias=True, forms=forms)
     plan = plan.without_questions(strict=strict)
     return _leaves_and_report(plan, source, target, strict=strict)
 

@@ -348,6 +348,7 @@ class Participant:
             side=self.label,
             phase=phase.name,
             operations=recorder.operations,
+            library=self.inventory.framework,
             hidden_reason=recorder.hidden_reason,
             dropouts=recorder.dropouts,
             seconds=time.perf_counter() - began - recorder.overhead_seconds,

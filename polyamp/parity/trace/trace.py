@@ -62,6 +62,7 @@ class Trace(msgspec.Struct, kw_only=True):
         phase: "float32", "float64", or the policy.
         entries: in the order of computation.
         operations: operations of step 1, by module in the first side's names.
+        library: whose layers the model has ("torch", "flax.nnx"); "" where it is not known.
         hidden_reason: why submodules are not visible; "" if they are.
         dropouts: calls of dropout that were turned off in the first pass; None where they cannot be counted.
         ended: why the run ended before its last step; "" if it did not.
@@ -72,6 +73,7 @@ class Trace(msgspec.Struct, kw_only=True):
     phase: str
     entries: list[Entry] = msgspec.field(default_factory=list)
     operations: list[OperationCount] = msgspec.field(default_factory=list)
+    library: str = ""
     hidden_reason: str = ""
     dropouts: int | None = None
     ended: str = ""

@@ -63,6 +63,7 @@ class Circumstances(NamedTuple):
         traces: of both sides.
         recipes: of both sides; None of a side that has none, or that a loop of the user's trains.
         history: the entries of this step and of the one before.
+        roundoff: unit roundoff of the phase.
         after: path of the last module that agrees; "" if there is none.
     """
 
@@ -72,6 +73,7 @@ class Circumstances(NamedTuple):
     traces: tuple[Trace, Trace]
     recipes: tuple[Recipe | None, Recipe | None]
     history: StepHistory
+    roundoff: float
     after: str = ""
 
 
@@ -125,6 +127,9 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     a, b = comparison.one.sketch, comparison.two.sketch
     where = _location_text(comparison.one, after)
     if a is None or b is None:
+        if comparison.kind == "dtype":
+            sentence = "The loss is a number of 16 bits on one side alone, which computes or stores it in them."
+            return Cause("dtype", sentence, [_number_text(comparison, labels)])
         found = _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
         settings = recipe_differences(labels, known.recipes) if comparison.one.stage == "step" else []
         return found._replace(evidence=[*found.evidence, *settings])
@@ -140,8 +145,14 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         ]
         return Cause("randomness", f"One side does not repeat itself {where}: something random runs in the model.", own)
     if comparison.kind == "operations":
-        path = repr(comparison.one.module) if comparison.one.module else "the model"
-        return Cause("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
+        place = f"{'Before' if comparison.one.what == 'input' else 'In'} {_path_text(comparison.one)}"
+        own = [
+            f"{each / size:.1e} in {label}"
+            for label, each in zip(labels, comparison.own, strict=True)
+            if each is not None
+        ]
+        evidence = [f"Relative distance from a side's own float32 run: {' and '.join(own)}."] * bool(own)
+        return Cause("dtype", f"{place} one side runs in 16 bits what the other keeps in float32.", evidence)
     if comparison.kind == "dtype":
         return Cause(
             "dtype",
@@ -277,7 +288,7 @@ def _diagnose_step(comparison: EntryComparison, known: Circumstances) -> Cause |
     entry = comparison.one
     if entry.step < 1 or entry.stage not in ("step", "update") or entry.what in _NOT_FROM_UPDATES:
         return None
-    found = explain_step(known.labels, entry.step, known.recipes, known.history.updates())
+    found = explain_step(known.labels, entry.step, known.recipes, known.history.updates(), known.roundoff)
     settings = recipe_differences(known.labels, known.recipes)
     if found is None:
         return Cause("formula", settings[0], []) if settings and entry.number is None else None
@@ -371,8 +382,12 @@ def _hidden_layers_evidence(module: str, between: Sequence[str]) -> str:
     )
 
 
+def _path_text(entry: Entry) -> str:
+    return repr(entry.module) if entry.module else "the model"
+
+
 def _location_text(entry: Entry, after: str) -> str:
-    path = repr(entry.module) if entry.module else "the model"
+    path = _path_text(entry)
     if entry.what == "input":
         return f"in what {path} is given" + (f", behind {after!r}, which agrees: between the two" if after else "")
     if entry.stage == "forward":

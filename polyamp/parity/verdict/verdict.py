@@ -129,7 +129,7 @@ class _PhaseComparison:
     ) -> None:
         one, two = (None if recipe is None or not trains(recipe) else recipe for recipe in recipes)
         self._history = StepHistory()
-        self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history)
+        self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history, tolerance.roundoff)
         self._judge, self._judged, self._are_judges_equal = judge, "", True
         self._clips, self._is_exact_only = clips, False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance
@@ -137,9 +137,12 @@ class _PhaseComparison:
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
         self._updates = OptimizerUpdates(tolerance)
         self._switches, self._drift = UnitSwitches(traces, tolerance.roundoff), 0.0
-        is_cast = any(recipe is not None and recipe.policy.mode == "cast" for recipe in recipes)
-        mixed = phase.name == POLICY and tolerance.same_policy and not is_cast  # casts have no float32 operations
-        self._dtype_mismatches = op_dtypes.find_dtype_mismatches(alignment, labels, traces) if mixed else {}
+        modes = {recipe.policy.mode for recipe in recipes if recipe is not None}
+        mixed = phase.name == POLICY and tolerance.same_policy and len(modes) == 1
+        self._dtype_mismatches = (
+            op_dtypes.find_dtype_mismatches(alignment, labels, traces, is_cast="cast" in modes) if mixed else []
+        )
+        self._has_one_dtype_table = mixed and op_dtypes.have_same_library(traces)
         self.first: Divergence | None = None
         self.notes: list[str] = []
         self.shape_notes: dict[tuple[str, str], str] = {}
@@ -189,7 +192,8 @@ class _PhaseComparison:
             if found is None:
                 continue
             module = entry.module.partition("#")[0]
-            if entry.step == 1 and entry.what.startswith("output") and module in self._dtype_mismatches:
+            mismatch = op_dtypes.mismatch_at(entry, self._dtype_mismatches, ours, theirs)
+            if mismatch is not None:
                 found = found._replace(kind=found.kind or "operations")
             if entry.what == "gradient":
                 self._updates.record_gradient(entry, other, found)
@@ -209,7 +213,7 @@ class _PhaseComparison:
             if found.counts and (leaf or found.kind == "operations") and self.first is None:
                 between = self._hidden_layers(found, last, ours, theirs)
                 known = self._known._replace(after=last)
-                self.first = build_divergence(found, known, between, self._dtype_mismatches.get(module))
+                self.first = build_divergence(found, known, between, mismatch)
         if suspect is not None and self.first is None:
             self._add_note(
                 "the models' outputs differ, and neither the losses nor any gradient: the loss functions take "
@@ -323,6 +327,11 @@ class _PhaseComparison:
             and any(narrow)
         ):
             kind = "dtype"
+        if self._has_one_dtype_table and one.step == 1 and one.stage == "forward" and not kind:
+            if one.what == "input" and not product and op_dtypes.is_narrow_alone(a, b):
+                kind = "dtype"
+            elif op_dtypes.is_rounded_alone(own, scale, self._tolerance.roundoff):
+                kind = "operations"
         known = [each for each in own if each is not None]
         random = one.step == 1 and one.what.startswith("output") and self._tolerance.wide
         if random and known and max(known) > RANDOMNESS_LIMIT * scale:
@@ -358,7 +367,7 @@ class _PhaseComparison:
         depth: int,
     ) -> EntryComparison | None:
         """Return `comparison`, or the comparison before an activation that only one side's recorded output includes."""
-        if comparison is None or not comparison.counts or entry.stage != "forward":
+        if comparison is None or not comparison.counts or not entry.what.startswith("output"):
             return comparison
         key = entry.step, entry.stage, entry.module
         one: Entry | None = entry
@@ -396,7 +405,9 @@ class _PhaseComparison:
             allowed += last_output[0] * last_output[1]
         if one.what == "grad_norm":
             allowed += math.sqrt(sum(each * each for each in gradients.values()))
-        return EntryComparison(one, two, distance, allowed, scale, (own[0], own[1]))
+        is_first_loss = one.what == "loss" and one.step == 1 and one.stage == "forward" and self._has_one_dtype_table
+        half = is_first_loss and op_dtypes.has_half_loss_alone((one.number, two.number), self._tolerance.roundoff)
+        return EntryComparison(one, two, distance, allowed, scale, (own[0], own[1]), "dtype" if half else "")
 
     def _record_worst(self, comparison: EntryComparison) -> None:
         entry = comparison.one

@@ -65,6 +65,9 @@ class Loop:
         rule = self._rule
         grads = gradients(number, rule("size", 1.0))
         given = {name: each * rule("factor", 1.0) for name, each in grads.items()}
+        if rule("noise"):  # a pass of its own, which rounds in another way than the recorded one
+            rng = np.random.default_rng(number)
+            given = {name: a * (1.0 + rule("noise") * rng.standard_normal(a.shape)) for name, a in given.items()}
         if rule("norm"):
             factor = rule("norm") / (global_norm(given) + rule("added", 0.0))
             given = {name: each * factor for name, each in given.items()}
@@ -101,19 +104,20 @@ class Loop:
             square = self.largest[name] = np.maximum(self.largest[name], square)
         if self.kind == "rmsprop":
             return np.asarray(weight - rate * grad / (np.sqrt(square) + 1e-8))
-        corrections = (1.0 - first**number, 1.0 - second**number) if rule("corrected", True) else (1.0, 1.0)
+        count = number + rule("ahead", 0)
+        corrections = (1.0 - first**count, 1.0 - second**count) if rule("corrected", True) else (1.0, 1.0)
         square = square / corrections[1]
         root = np.sqrt(square + rule("eps", 1e-8)) if rule("inside") else np.sqrt(square) + rule("eps", 1e-8)
         updated: Array = weight - rate * (self.first[name] / corrections[0]) / root
-        return updated
+        return updated * (1.0 - rule("behind", 0.0))
 
 
-def cause(one: Loop, two: Loop, recipe: Recipe | None = None, steps: int = 1) -> Cause | None:
+def cause(one: Loop, two: Loop, recipe: Recipe | None = None, steps: int = 1, roundoff: float = 0.0) -> Cause | None:
     history = StepHistory()
     history.advance(one.entries(0, {}), two.entries(0, {}))
     for number in range(1, steps + 1):
         history.advance(one.step(number), two.step(number))
-    return explain_step(("one", "two"), steps, (recipe, None), history.updates())
+    return explain_step(("one", "two"), steps, (recipe, None), history.updates(), roundoff)
 
 
 NORM = global_norm(gradients(1))
@@ -345,3 +349,56 @@ def test_recipes_that_differ_are_a_sentence_of_settings() -> None:
     ]
     assert recipe_differences(("one", "two"), (CLIPPED, CLIPPED.replace(policy="mixed_bfloat16"))) == []
     assert recipe_differences(("one", "two"), (CLIPPED, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "sentence"),
+    [
+        ("adamw", {"decoupled": 0.0}, "Only one takes a decoupled weight decay from the parameters."),
+        ("adamw", {"decoupled": RATE * DECAY, "rate": 2 * RATE}, "Another learning rate"),
+        ("sgd", {"momentum": 0.5}, "Another momentum: 0.9"),
+    ],
+)
+def test_rounding_of_a_loops_own_pass_in_16_bits_is_no_other_gradient(
+    kind: str, theirs: dict[str, Any], sentence: str
+) -> None:
+    ours = Loop(kind, **(ADAMW if kind == "adamw" else {}))
+    steps = 1 if kind == "adamw" else 2
+
+    found = cause(ours, Loop(kind, noise=6e-3, **theirs), steps=steps, roundoff=2.0**-8)
+
+    assert found is not None
+    assert found.sentence.startswith(sentence)
+    in_float32 = cause(Loop(kind), Loop(kind, noise=6e-3, **theirs), steps=steps)
+    assert in_float32 is not None
+    assert "another gradient than that of the batch" in in_float32.sentence
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "steps", "sentence", "number"),
+    [
+        ({}, {"ahead": 1}, 1, "two's bias correction is one step ahead.", "0.74414 times as large at step 1"),
+        ({"ahead": -1}, {}, 2, "one's bias correction is one step behind.", "The correction of step 1"),
+        ({"decoupled": 5e-3}, {"behind": 5e-3}, 1, "two takes the decoupled weight decay behind the update, one before "
+         "it.", "two takes 0.005 times the parameter from it, and leaves 0.995 times the update."),
+        ({"behind": 0.1}, {"decoupled": 0.1}, 1, "one takes the decoupled weight decay behind the update, two before "
+         "it.", "leaves 0.9 times the update."),
+    ],
+)  # fmt: skip
+def test_order_and_count_within_a_step(
+    ours: dict[str, Any], theirs: dict[str, Any], steps: int, sentence: str, number: str
+) -> None:
+    if steps == 1:
+        found = cause(Loop("adamw", **ours), Loop("adamw", **theirs))
+    else:  # alike in the first step, where there is no correction one step behind
+        one, two = Loop("adamw"), Loop("adamw")
+        history = StepHistory()
+        history.advance(one.entries(0, {}), two.entries(0, {}))
+        history.advance(one.step(1), two.step(1))
+        one.rules, two.rules = ours, theirs
+        history.advance(one.step(2), two.step(2))
+        found = explain_step(("one", "two"), 2, (None, None), history.updates())
+
+    assert found is not None
+    assert found.sentence == sentence
+    assert number in " ".join(found.evidence)

@@ -21,6 +21,7 @@ from polyamp import porting
 from polyamp.cli.app import app
 from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, PortError
+from polyamp.porting import convert as porting_convert
 from polyamp.porting.files import safetensors_file
 from polyamp.porting.files.file_formats import detect_framework, file_inventory, framework_from_suffix
 from polyamp.reference import MLP
@@ -111,9 +112,38 @@ def test_names_and_strictness_reach_the_port(folder: Path) -> None:
     assert values("new.safetensors")["dense1/kernel"] == values("other.safetensors")["dense1/kernel"]
 
 
+def test_layouts_reach_the_port(folder: Path) -> None:
+    """By an existing file, with and without writing; a model that a function makes takes the same way."""
+    table = np.arange(32, dtype="float32").reshape(8, 4)
+    for name, path, layer in (
+        ("table", "bias", porting.Layer("embedding", {"table": porting.Lazy.of(table)})),
+        ("turned", "rel", porting.Layer("parameter", {"value": porting.Lazy.of(np.zeros((4, 8), "float32"))})),
+    ):
+        porting.save(porting.Canonical({path: layer}, "torch"), folder / f"{name}.safetensors")
+    options = ["--like", "turned.safetensors", "--forms", "^rel$=ab -> ba"]
+
+    assert invoke("table.safetensors", "new.safetensors", *options[:2]).exit_code == 1
+    for more in (["--dry-run"], []):
+        result = invoke("table.safetensors", "new.safetensors", *options, *more)
+        assert result.exit_code == 0, result.output
+    assert values("new.safetensors") == {"rel/value": table.T.tolist()}
+    for forms, message in (
+        ({"rel": "transpose"}, "matches no path of either model"),
+        ({"dense0": "transpose"}, "2 arrays"),
+    ):
+        with pytest.raises(PortError, match=message):
+            porting_convert.convert("source.safetensors", "a.safetensors", into="builder:build", forms=forms)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (["source.safetensors", "a.safetensors", "--forms", "x"], 2, "--forms takes REGEX=LAYOUT, such as"),
+        (
+            ["source.safetensors", "a.safetensors", "--forms", "x=transpose"],
+            2,
+            "Received: a dict without a target model",
+        ),
         (["source.safetensor", "new.safetensors"], 2, "error: source.safetensor: there is no such file in"),
         (["source.safetensor", "new.pt"], 2, "error: source.safetensor: there is no such file in"),  # A before B
         (["builder.py", "new.safetensors"], 1, "whose file builder.py is cannot be told"),
@@ -152,6 +182,7 @@ SLOW = """
 import sys, time
 from polyamp import porting
 from polyamp.cli.app import app
+from polyamp.porting import convert as porting_convert
 from polyamp.porting.files import safetensors_file
 real = safetensors_file._array_bytes
 def slow(array):

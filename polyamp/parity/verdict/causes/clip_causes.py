@@ -67,7 +67,7 @@ def gradient_factor(facts: StepFacts) -> Cause | None:
     larger = 1 if abs(ratio) > 1 else 0
     times = ratio if larger else 1.0 / ratio
     evidence = [f"The gradient in {facts.labels[larger]}'s {one.slot or 'update'} is {times:.7g} times the other's."]
-    if abs(times - 1.0) <= TOLERANCE / 3:
+    if abs(times - 1.0) <= facts.moment_tolerance / 3:
         return _clip_epsilon(facts, larger, times, evidence)
     return (
         _clip_epsilon(facts, larger, times, evidence)

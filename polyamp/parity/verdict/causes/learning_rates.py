@@ -13,6 +13,8 @@ from polyamp.schedules import is_schedule
 
 _MIN_CHANGE: Final = 3e-3
 """Least relative difference of two rates."""
+_DECAY_TOLERANCE: Final = 0.02
+"""Largest relative difference of a decay from what is missing of an update, at which the decay explains it."""
 _BOTH, _FIRST, _SECOND = "both moments", "the first moment", "the second moment"
 
 
@@ -33,7 +35,12 @@ def rate_cause(facts: StepFacts, rules: tuple[UpdateRule, UpdateRule]) -> Cause 
     decays = [abs(rule.decay / rule.rate) for rule in rules]
     scales_decay = max(decays) * one.parameter_size > _MIN_CHANGE and is_near(decays[0], decays[1], 0.02)
     correction = None if scales_decay else _bias_correction(facts, ratio, evidence)
-    return correction or _schedule(facts, ratio, evidence) or _plain_rate(facts, evidence)
+    return (
+        correction
+        or _decay_behind_update(facts, rules, evidence)
+        or _schedule(facts, ratio, evidence)
+        or _plain_rate(facts, evidence)
+    )
 
 
 def _bias_correction(facts: StepFacts, ratio: float, evidence: list[str]) -> Cause | None:
@@ -47,6 +54,32 @@ def _bias_correction(facts: StepFacts, ratio: float, evidence: list[str]) -> Cau
                 betas = f"{facts.betas[0]:.6g} and {facts.betas[1]:.6g}"
                 text = f"Without it an update of betas {betas} is {growth:.5g} times as large at step {facts.step}."
                 return Cause("formula", f"{facts.labels[side]} has no bias correction of {words}.", [*evidence, text])
+    for count, words in ((facts.step + 1, "ahead"), (facts.step - 1, "behind")):
+        for side, times in ((1, ratio), (0, 1.0 / ratio)):
+            if count and is_near(times, _correction(facts, count) / _correction(facts, facts.step)):
+                text = (
+                    f"The correction of step {count} makes an update {times:.5g} times as large at step {facts.step}."
+                )
+                label = facts.labels[side]
+                return Cause("formula", f"{label}'s bias correction is one step {words}.", [*evidence, text])
+    return None
+
+
+def _correction(facts: StepFacts, count: int) -> float:
+    """Return by what the bias correction of a step multiplies an update."""
+    return math.sqrt(1.0 - facts.betas[1] ** count) / (1.0 - facts.betas[0] ** count)
+
+
+def _decay_behind_update(facts: StepFacts, rules: tuple[UpdateRule, UpdateRule], evidence: list[str]) -> Cause | None:
+    """Return that one side decays what it has updated: `1 - rate * decay` is left of its update."""
+    ratio = rules[1].rate / rules[0].rate
+    for side, times in ((1, ratio), (0, 1.0 / ratio)):
+        decay = rules[side].decay
+        if decay > 0.0 and is_near(1.0 - times, decay, _DECAY_TOLERANCE):
+            label, other = facts.labels[side], facts.labels[1 - side]
+            text = f"{label} takes {decay:.4g} times the parameter from it, and leaves {times:.5g} times the update."
+            sentence = f"{label} takes the decoupled weight decay behind the update, {other} before it."
+            return Cause("formula", sentence, [*evidence, text])
     return None
 
 

@@ -67,7 +67,7 @@ def dampening(facts: StepFacts) -> Cause | None:
     if facts.step < 2 or not (one.is_known and two.is_known) or not (one.gradient and one.decay and two.decay):
         return None
     ratios = two.gradient / one.gradient, two.decay / one.decay
-    if is_near(ratios[0], 1.0) or not is_near(*ratios, 0.01):
+    if is_near(ratios[0], 1.0, facts.moment_tolerance) or not is_near(*ratios, 0.01):
         return None
     return Cause(
         "factor",
@@ -115,7 +115,11 @@ def _has_visible_decay(facts: StepFacts) -> bool:
 def momentum(facts: StepFacts) -> Cause | None:
     """Return that another part of the earlier moment is kept."""
     one, two = facts.moments
-    if facts.step < 2 or not (one.is_known and two.is_known) or abs(one.momentum - two.momentum) <= TOLERANCE:
+    if (
+        facts.step < 2
+        or not (one.is_known and two.is_known)
+        or abs(one.momentum - two.momentum) <= facts.moment_tolerance
+    ):
         return None
     pair = facts.pair((one.momentum, two.momentum))
     name = "first beta" if one.slot == "exp_avg" else "momentum"

@@ -37,6 +37,7 @@ def explain_step(
     step: int,
     recipes: tuple[Recipe | None, Recipe | None],
     sides: tuple[SideUpdate, SideUpdate],
+    roundoff: float = 0.0,
 ) -> Cause | None:
     """Return the rule of the step by which two updates differ; None if no rule is recognised.
 
@@ -45,9 +46,10 @@ def explain_step(
         step: number of the step, from 1.
         recipes: of both sides; None of a side without one.
         sides: updates of both, whose gradients agree.
+        roundoff: unit roundoff of the passes.
     """
     limits = [limit for recipe in recipes if recipe is not None for limit in recipe.clip if limit is not None]
-    one, two = (moment_rule(side, limits) for side in sides)
+    one, two = (moment_rule(side, limits, roundoff) for side in sides)
     if one is None or two is None:
         return None
     facts = StepFacts(labels, step, recipes, sides, (one, two))

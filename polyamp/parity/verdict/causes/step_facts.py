@@ -56,6 +56,11 @@ class StepFacts(NamedTuple):
         return float(specs[0].rate(self.step - 1, PYTHON)) if specs else None
 
     @property
+    def moment_tolerance(self) -> float:
+        """Largest relative distance of two factors of the moments that count as equal."""
+        return max(rule.tolerance for rule in self.moments)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the optimizers keep no moments, so that an update is a multiple of its gradient."""
         return not any(rule.slot for rule in self.moments) and not any(

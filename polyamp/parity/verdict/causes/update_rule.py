@@ -23,7 +23,7 @@ GOOD_FIT: Final = 3e-3
 """Largest relative residual of a formula that explains an array."""
 _FLOAT32_ROUNDOFF: Final = 2.0**-24
 _ROUNDINGS: Final = 4.0
-"""Roundings of a parameter that an update, the difference of two parameters, may contain."""
+"""Roundings of a parameter that an update, the difference of two parameters, may contain; and of a gradient."""
 _MAX_ELEMENTS: Final = 256
 """Largest number of elements of a parameter that are used."""
 _MIN_MOMENT_SHARE: Final = 1e-2
@@ -50,7 +50,7 @@ class MomentRule(NamedTuple):
         decay: factor of the parameter.
         momentum: factor of the earlier moment.
         limit: largest magnitude of an element of the gradient; None if it is not clipped by value.
-        residual: relative residual; above `GOOD_FIT` the formula does not explain the moment.
+        residual, tolerance: relative residual, and the largest one at which the formula explains the moment.
         factors: where `gradient` differs between parameters: that of each.
     """
 
@@ -60,12 +60,13 @@ class MomentRule(NamedTuple):
     momentum: float = 0.0
     limit: float | None = None
     residual: float = 0.0
+    tolerance: float = GOOD_FIT
     factors: Mapping[ParameterKey, float] = {}
 
     @property
     def is_known(self) -> bool:
         """Whether the formula explains the moment."""
-        return self.residual <= GOOD_FIT
+        return self.residual <= self.tolerance
 
 
 class UpdateRule(NamedTuple):
@@ -128,15 +129,18 @@ def fit(target: Array, columns: Sequence[Array]) -> Fit:
     return Fit(tuple(coefficients), float(np.linalg.norm(target - matrix @ found)) / size)
 
 
-def moment_rule(side: SideUpdate, limits: Sequence[float] = ()) -> MomentRule | None:
+def moment_rule(side: SideUpdate, limits: Sequence[float] = (), roundoff: float = 0.0) -> MomentRule | None:
     """Return the formula of a side's first moment; None if there is nothing to fit.
 
     Args:
         side: the update.
         limits: limits of a clip that are tried by value before others.
+        roundoff: unit roundoff of the passes. A loop makes its moments of a pass of its own, and not of the recorded
+            one, which rounds in another way.
     """
     import numpy as np
 
+    tolerance = max(GOOD_FIT, _ROUNDINGS * roundoff)
     slot = next((slot for slot in FIRST_MOMENTS if side.slots.get(slot)), "")
     moments = side.slots[slot] if slot else {key: side.after[key] - side.before[key] for key in side.before}
     earlier = side.earlier_slots.get(slot, {}) if slot else {}
@@ -156,13 +160,13 @@ def moment_rule(side: SideUpdate, limits: Sequence[float] = ()) -> MomentRule | 
 
     def rule(found: Fit, limit: float | None = None) -> MomentRule:
         gradient, decay, *momentum = found.coefficients
-        return MomentRule(slot, gradient, decay, sum(momentum), limit, found.residual)
+        return MomentRule(slot, gradient, decay, sum(momentum), limit, found.residual, tolerance)
 
     plain = rule(fit(*columns(keys)))
     if plain.is_known:
         return plain
     apart = {key: fit(*columns([key])) for key in keys}
-    if max(each.residual for each in apart.values()) <= GOOD_FIT:
+    if max(each.residual for each in apart.values()) <= tolerance:
         worst = max(each.residual for each in apart.values())
         return plain._replace(residual=worst, factors={key: each.coefficients[0] for key, each in apart.items()})
     pooled = _pool(side.gradients, keys, side.gradients)
