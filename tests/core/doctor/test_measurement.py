@@ -133,19 +133,27 @@ def test_what_does_not_run_has_its_message_and_stops_nothing() -> None:
     assert "bfloat16: gradients of matmul, gradients of convolution, gradients of attention: NotImpl" in shown
 
 
-def test_a_dtype_that_is_far_too_slow_is_not_measured_further(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow_runs", [1, 9])
+def test_a_dtype_that_is_far_too_slow_is_not_measured_further(monkeypatch: pytest.MonkeyPatch, slow_runs: int) -> None:
+    """One slow run alone loads kernels."""
     probe, machine = MadeUpProbe(), Machine()
     monkeypatch.setattr("polyamp.doctor.device_measurement.time.perf_counter", machine.clock)
-    product = probe.product
+    product, calls = probe.product, []
 
     def slow(dtype: str, device: str, a: Any, b: Any) -> Any:
-        machine.now += {"float32": 0.01, "bfloat16": 2.0}.get(dtype, 0.0)
+        calls.append(dtype)
+        is_slow = dtype == "bfloat16" and calls.count(dtype) <= slow_runs
+        machine.now += 2.0 if is_slow else 0.01
         return product(dtype, device, a, b)
 
     monkeypatch.setattr(probe, "product", slow)
     sizes, limits = ProblemSizes((2, 2, 2), (1, 1, 4), (1, 1, 2, 2)), TimingLimits(0.0, 0.0, 1, 1)
     found = measure(probe, probe.devices()[0], backend="made", version="1.5", sizes=sizes, limits=limits)
     wide = found.dtypes["bfloat16"]
+    assert calls.count("bfloat16") == 2
+    if slow_runs == 1:
+        assert list(wide.operations) == ["matmul", "convolution", "attention"]
+        return
     assert (wide.verdict, wide.reason) == ("emulated", "a small product takes 200 times float32's time")
     assert wide.operations == {}
     assert "bfloat16: a small product takes 200 times float32's time" in str(found)
