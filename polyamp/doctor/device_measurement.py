@@ -38,6 +38,9 @@ _SLOW: Final = 0.3
 """Seconds of the accumulation problem from which on a dtype may be too slow to be measured further."""
 _SLOW_FACTOR: Final = 20.0
 """Multiple of float32's time from which on it is; compilation, which is a part of both, is within this factor."""
+_LONGEST: Final = {True: 10.0, False: 25.0}
+"""Whether a device is a CPU -> seconds after which no convolution and no attention is begun on it: a GPU's compiler
+tries many kernels for each."""
 _LONGEST_PROBLEM: Final = 160
 """Characters of a framework's message that are kept."""
 
@@ -51,6 +54,7 @@ def measure(
     on_progress: OnProgress | None = None,
     sizes: ProblemSizes | None = None,
     limits: TimingLimits | None = None,
+    longest: float | None = None,
 ) -> Capabilities:
     """Measure every dtype on a device and judge it.
 
@@ -62,12 +66,15 @@ def measure(
         on_progress: called after each part.
         sizes: of the operations; None for those of the kind of device.
         limits: of the times; None for those of the kind of device.
+        longest: seconds after which nothing but products is begun (of processor time on a CPU); None for that of the
+            kind of device. What is left out is named.
     """
     on_cpu = device.kind == "cpu"
     sizes = sizes or (CPU_SIZES if on_cpu else ACCELERATOR_SIZES)
     limits = limits or (_CPU_LIMITS if on_cpu else _ACCELERATOR_LIMITS)
     began = time.perf_counter()
-    run = _DeviceRun(probe, device, sizes, limits, on_progress or _ignore_progress)
+    longest = _LONGEST[on_cpu] if longest is None else longest
+    run = _DeviceRun(probe, device, sizes, limits, on_progress or _ignore_progress, longest)
     dtypes = judge(run.measurements())
     return Capabilities(
         backend=backend,
@@ -91,10 +98,12 @@ class _DeviceRun:
         sizes: ProblemSizes,
         limits: TimingLimits,
         on_progress: OnProgress,
+        longest: float,
     ) -> None:
         self._probe, self._device, self._sizes, self._limits = probe, device, sizes, limits
         self._on_progress, self._done = on_progress, 0
         self._clock = time.process_time if device.kind == "cpu" else time.perf_counter
+        self._longest, self._end = longest, self._clock() + longest
         self._dtypes = [name for name in FORMATS_MEASURED if name in probe.dtypes()]
 
     def measurements(self) -> dict[str, DtypeMeasurement]:
@@ -146,6 +155,10 @@ class _DeviceRun:
         backward: dict[str, Callable[[int], None]] = {}
         problems: dict[str, str] = {}
         for dtype in dtypes:
+            if operation != "matmul" and self._clock() > self._end:
+                problems[dtype] = f"not measured: the {self._longest:g} s for this device were over"
+                self._advance()
+                continue
             try:
                 programs = self._probe.programs(operation, dtype, self._device.name, inputs)
                 self._first_runs(dtype, programs, forward, backward)

@@ -157,3 +157,14 @@ def test_a_dtype_that_is_far_too_slow_is_not_measured_further(monkeypatch: pytes
     assert (wide.verdict, wide.reason) == ("emulated", "a small product takes 200 times float32's time")
     assert wide.operations == {}
     assert "bfloat16: a small product takes 200 times float32's time" in str(found)
+
+
+def test_a_slow_compiler_does_not_make_the_measurement_long() -> None:
+    """Products are measured in every dtype, and what is left out is named."""
+    probe = MadeUpProbe()
+    sizes, limits = ProblemSizes((2, 2, 2), (1, 1, 4), (1, 1, 2, 2)), TimingLimits(0.0, 0.0, 1, 1)
+    found = measure(probe, probe.devices()[0], backend="made", version="1.5", sizes=sizes, limits=limits, longest=0.0)
+    wide = found.dtypes["float32"].operations
+    assert wide["matmul"].problem is None
+    assert wide["attention"].problem == "not measured: the 0 s for this device were over"
+    assert "float32: convolution, attention: not measured: the 0 s for this device were over" in str(found)
