@@ -121,7 +121,7 @@ def _precision(dtype: str) -> Any:
 
 def _place(array: HostArray, dtype: str, device: str) -> Any:
     placed = next(found for found in _all_devices() if device_name(found) == device)
-    return jax.device_put(array, placed).astype(_DTYPES[dtype])
+    return jax.device_put(array.astype(_DTYPES[dtype]), placed)  # on the host, which needs no program of XLA's
 
 
 def _all_devices() -> list[Any]:
