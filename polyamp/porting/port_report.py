@@ -80,8 +80,12 @@ class PortReport:
 
     @property
     def clean(self) -> bool:
-        """Whether every layer was moved completely and nothing differs."""
-        return not (self.differences or self.merges or self.missing or self.unused)
+        """Whether every layer was moved completely, nothing differs, and both sides show the settings of their layers.
+
+        Activations do not count: one may run as a layer, in a layer or between layers.
+        """
+        is_shown = self.unseen.keys() <= {"activation"}
+        return is_shown and not (self.differences or self.merges or self.missing or self.unused)
 
     def __str__(self) -> str:
         lines = [f"{len(self.moved)} layer{'s' * (len(self.moved) != 1)} moved"]
