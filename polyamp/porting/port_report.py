@@ -80,8 +80,12 @@ class PortReport:
 
     @property
     def clean(self) -> bool:
-        """Whether every layer was moved completely and nothing differs."""
-        return not (self.differences or self.merges or self.missing or self.unused)
+        """Whether every layer was moved completely, nothing differs, and both sides show the epsilon of each norm.
+
+        A norm without an epsilon does not exist, so one that is not shown is not known. A setting of another kind may
+        be one that the other side does not have.
+        """
+        return not ("epsilon" in self.unseen or self.differences or self.merges or self.missing or self.unused)
 
     def __str__(self) -> str:
         lines = [f"{len(self.moved)} layer{'s' * (len(self.moved) != 1)} moved"]

@@ -262,6 +262,7 @@ def test_an_epsilon_is_compared_and_the_line_is_given() -> None:
     _, report = carried(one, sketch("n: layer_norm 4"))
     assert report.unseen == {"epsilon": 1}
     assert "not compared, for only one side shows it: epsilon of 1" in str(report)
+    assert not report.clean
 
 
 def test_a_warning_names_what_differs_for_who_does_not_print_the_report() -> None:
@@ -321,6 +322,7 @@ def test_activations_are_compared() -> None:
     assert not report.differences
     _, report = carried(with_attributes(one, "b", activation="tanh"), other)
     assert dict(report.unseen) == {"activation": 1}  # one of them may be the other's, or none
+    assert dataclasses.replace(report, differences=[]).clean
 
 
 def test_dropouts_are_compared_in_order_where_both_models_have_equally_many() -> None:
