@@ -83,7 +83,7 @@ class _Side:
         self._is_matched: list[bool] = []
 
     def _narrowest(self, record: OperationRecord) -> str:
-        """Return the width of a value. One that is given, or that only moves or widens another, is not rounded itself."""
+        """Return the width of a value. One that is given, or that only moves or widens another, is not rounded."""
         if not record.name:
             return "float64"
         for each in record.inputs:
