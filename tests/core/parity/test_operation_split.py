@@ -147,6 +147,18 @@ def test_a_side_that_lacks_the_last_operation_says_so() -> None:
     assert (two.operation, two.is_missing) == ("add", False)
 
 
+def test_sides_that_have_both_values_and_take_another_are_shown_where_they_made_it() -> None:
+    logs = []
+    for takes in ("tanh", "exp"):
+        program = _MadeUpProgram()
+        x = program.given(X)
+        made = {"tanh": program.run("tanh", np.tanh, x), "exp": program.run("exp", np.exp, x)}
+        program.run("reshape", lambda x: x.reshape(3, -1), made[takes])
+        logs.append(program.end())
+    sites = split_operations(logs[0], logs[1], 0.5)
+    assert [(site.operation, site.is_missing) for site in sites] == [("tanh", False), ("exp", False)]
+
+
 def test_operations_on_constants_are_not_named_but_what_takes_them() -> None:
     """A mask that one side adds and the other side multiplies by is another form of the same."""
     logs = []
