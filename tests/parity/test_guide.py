@@ -14,7 +14,7 @@ from tests import xla
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "comparing_models.md").read_text(encoding="utf-8")
 
 
-LABELS = ("module", "apart", "looks like", "because")
+LABELS = ("module", "apart", "looks like", "lines", "because")
 
 
 def plain(text: str) -> list[str]:

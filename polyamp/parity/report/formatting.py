@@ -16,6 +16,7 @@ from polyamp.parity.report_data import (
     Failure,
     Findings,
     JudgedUpdates,
+    OperationSite,
     SideValues,
 )
 
@@ -231,6 +232,11 @@ def statistics(first: Divergence) -> dict[str, dict[str, str]]:
             name = {"number": "value", "worst": f"at [{index}]"}.get(field, field)
             if value is not None or (scalar and field == "number"):
                 found[label][name] = text
+    worst = [side.worst for side in sides.values() if side.worst is not None]
+    if len(worst) == len(sides) == 2:
+        last = found[list(sides)[-1]]
+        name = next(name for name in last if name.startswith("at ["))
+        last[name] += f", {number(abs(worst[0] - worst[1]), 2)} apart"
     for label, side in sides.items():
         size = math.prod(side.shape)
         if side.dtype and side.nonfinite:
@@ -255,22 +261,16 @@ def operations(side: SideValues) -> list[str]:
     ]
 
 
-def sites(divergence: Divergence) -> list[str]:
-    """Return the lines of both sides' operations at a divergence, as texts.
+def site_text(site: OperationSite) -> str:
+    """Return the line of an operation at which a side parts.
 
-    >>> from polyamp.parity.report_data import OperationSite
-    >>> site = OperationSite(operation="add", file="/home/me/model.py", line=41, code="x = x + y")
-    >>> found = Divergence(phase="float32", step=1, stage="forward", module="", what="output", sites={"torch": site})
-    >>> sites(found)
-    ['torch model.py:41, add in "x = x + y"']
+    >>> site_text(OperationSite(operation="add", file="/home/me/model.py", line=41, code="x = x + y"))
+    'model.py:41, add in "x = x + y"'
     """
-    found = []
-    for label, site in divergence.sites.items():
-        code = f' in "{site.code}"' if site.code else ""
-        place = f"{PurePath(site.file).name}:{site.line}, " if site.file else ""
-        last = "has nothing after " if site.is_missing else ""
-        found.append(f"{label} {last}{place}{site.operation}{code}")
-    return found
+    code = f' in "{site.code}"' if site.code else ""
+    place = f"{PurePath(site.file).name}:{site.line}, " if site.file else ""
+    last = "nothing after " if site.is_missing else ""
+    return plain(f"{last}{place}{site.operation}{code}")
 
 
 def kind(divergence: Divergence) -> str:

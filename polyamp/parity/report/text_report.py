@@ -114,7 +114,8 @@ def _divergence_lines(report: Findings, pair: Comparison, first: Divergence) -> 
         yield _TextLine(label, formatting.plain(", ".join(filter(None, texts)) + operations))
     yield _TextLine("looks like", f"{formatting.kind(first)}: {formatting.plain(first.sentence)}", 3)
     if first.sites:
-        yield _TextLine("lines", formatting.plain("; ".join(formatting.sites(first))), 4)
+        lines = [f"{formatting.plain(label)} {formatting.site_text(site)}" for label, site in first.sites.items()]
+        yield _TextLine("lines", "; ".join(lines), 4)
     if first.evidence:
         yield _TextLine("because", formatting.plain(" ".join(first.evidence)), 2)
     yield from _failure_lines(report)

@@ -17,6 +17,8 @@ from polyamp.parity.trace.operation_log import OperationLog, OperationRecord, Va
 
 _TOLERANCES: Final = {"float32": 32 * FORMATS["float32"].unit_roundoff, "float64": 1e-10}
 """Relative distance up to which two values are the same, by the narrowest dtype before them."""
+_EXACT: Final = 1e-12
+"""Relative distance up to which a value was not rounded: float32 rounds at 6e-8."""
 _SEPARATION: Final = 4.0
 """The difference has to be this many times the tolerance: else values before it and after it look alike."""
 
@@ -39,7 +41,9 @@ def split_operations(one: OperationLog, two: OperationLog, distance: float | Non
     for side, other in zip(sides, reversed(sides), strict=True):
         side.match(other, tolerance)
     regions = [side.unmatched_before([end]) for side, end in zip(sides, ends, strict=True)]
-    if not any(regions):
+    do_values_differ = any(regions)
+    taken = one.records[one.end].value, two.records[two.end].value
+    if not do_values_differ and are_equal(taken[0], taken[1], tolerance):  # in another order of elements
         return ()
     firsts = [side.first(region, end) for side, region, end in zip(sides, regions, ends, strict=True)]
     constants = [side.unmatched_constants(first) for side, first in zip(sides, firsts, strict=True)]
@@ -48,7 +52,8 @@ def split_operations(one: OperationLog, two: OperationLog, distance: float | Non
             tables = [constants[number][size] for size in set(constants[0]) & set(constants[1])]
             firsts[number] = side.first(side.unmatched_before(tables, has_constants=True), firsts[number])
     return tuple(
-        side.site(first, is_missing=not region) for side, first, region in zip(sides, firsts, regions, strict=True)
+        side.site(first, is_missing=do_values_differ and not region)
+        for side, first, region in zip(sides, firsts, regions, strict=True)
     )
 
 
@@ -63,7 +68,7 @@ class _Side:
     """Operations of one side.
 
     Attributes:
-        widths: narrowest floating dtype among an operation and all before it; "16 bits" for those.
+        widths: narrowest floating dtype in which a value or one before it was rounded; "16 bits" for those.
     """
 
     def __init__(self, records: Sequence[OperationRecord]) -> None:
@@ -72,14 +77,22 @@ class _Side:
         self._is_data: list[bool] = []
         self._by_size: dict[tuple[int, int], list[_SortedValue]] = {}
         for number, record in enumerate(records):
-            widths = {_width(record.value.dtype), *(self.widths[each] for each in record.inputs)}
-            self.widths.append(min(widths, key=_WIDTHS.index))
+            self.widths.append(self._narrowest(record))
             self._is_data.append(not record.name or any(self._is_data[each] for each in record.inputs))
             key = record.value.size, record.value.nonfinite
             self._by_size.setdefault(key, []).append(_SortedValue(record.value.absolute, number))
         for candidates in self._by_size.values():
             candidates.sort()
         self._is_matched: list[bool] = []
+
+    def _narrowest(self, record: OperationRecord) -> str:
+        """Return the width of a value. One that is given, or that only moves or widens another, is not rounded."""
+        if not record.name:
+            return "float64"
+        for each in record.inputs:
+            if are_equal(record.value, self._records[each].value, _EXACT):
+                return self.widths[each]
+        return min([_width(record.value.dtype), *(self.widths[each] for each in record.inputs)], key=_WIDTHS.index)
 
     def match(self, other: _Side, tolerance: float) -> None:
         """Find out which values the other side has: constants, of few values, in the same order of elements."""

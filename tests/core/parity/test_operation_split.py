@@ -42,9 +42,13 @@ class _MadeUpProgram:
         self._arrays.append(array)
         return self._recorder.add_given(array, self._dtype)
 
-    def run(self, name: str, function: Any, *inputs: int) -> int:
+    def given_in_float32(self, array: Any) -> int:
+        self._arrays.append(array)
+        return self._recorder.add_given(array, "float32")
+
+    def run(self, name: str, function: Any, *inputs: int, dtype: str = "") -> int:
         self._arrays.append(function(*(self._arrays[each] for each in inputs)))
-        return self._recorder.add(name, inputs, self._arrays[-1], self._dtype, _caller())
+        return self._recorder.add(name, inputs, self._arrays[-1], dtype or self._dtype, _caller())
 
     def end(self) -> OperationLog:
         self._recorder.see("head", "output", self._arrays[-1])
@@ -82,6 +86,22 @@ def test_the_first_operation_whose_value_the_other_side_lacks_is_named_with_its_
 def test_nothing_is_said_where_values_do_not_show_it(dtype: str, epsilon: float, distance: float) -> None:
     """16 bits; a difference as small as the rounding of float32; and values that do not differ at all."""
     assert split_operations(_norm(1e-5, dtype=dtype), _norm(epsilon, dtype=dtype), distance) == ()
+
+
+def test_a_batch_in_float32_rounds_nothing_but_a_cast_inside_does() -> None:
+    def program(epsilon: float, *, is_cast: bool) -> OperationLog:
+        made = _MadeUpProgram("float64")
+        x = made.given_in_float32(X.astype(np.float32))
+        x = made.run("widen", lambda x: x.astype(np.float64), x)
+        x = made.run("exp", np.exp, x)
+        if is_cast:
+            x = made.run("narrow", lambda x: x.astype(np.float32), x, dtype="float32")
+        made.run("add", lambda x: x + epsilon, x)
+        return made.end()
+
+    sites = split_operations(program(1e-6, is_cast=False), program(2e-6, is_cast=False), 1e-6)
+    assert _names(sites) == ["add", "add"]
+    assert split_operations(program(1e-6, is_cast=True), program(2e-6, is_cast=True), 1e-6) == ()
 
 
 def test_nothing_is_said_without_an_end() -> None:
@@ -125,6 +145,18 @@ def test_a_side_that_lacks_the_last_operation_says_so() -> None:
     one, two = split_operations(programs[0].end(), programs[1].end(), 0.5)
     assert (one.operation, one.is_missing) == ("tanh", True)
     assert (two.operation, two.is_missing) == ("add", False)
+
+
+def test_sides_that_have_both_values_and_take_another_are_shown_where_they_made_it() -> None:
+    logs = []
+    for takes in ("tanh", "exp"):
+        program = _MadeUpProgram()
+        x = program.given(X)
+        made = {"tanh": program.run("tanh", np.tanh, x), "exp": program.run("exp", np.exp, x)}
+        program.run("reshape", lambda x: x.reshape(3, -1), made[takes])
+        logs.append(program.end())
+    sites = split_operations(logs[0], logs[1], 0.5)
+    assert [(site.operation, site.is_missing) for site in sites] == [("tanh", False), ("exp", False)]
 
 
 def test_operations_on_constants_are_not_named_but_what_takes_them() -> None:

@@ -11,6 +11,7 @@ from polyamp.parity.report.formatting import numbers, plain, truncate_end, trunc
 from polyamp.parity.report.html_page import render_html
 from polyamp.parity.report.report import Failure, JudgedUpdates, Report, SideValues
 from polyamp.parity.report.text_report import render_text
+from polyamp.parity.report_data import OperationSite
 from tests.core.parity import reports
 
 KINDS = reports.kinds()
@@ -41,6 +42,29 @@ def test_where_sides_part_both_sides_and_the_reason_are_said() -> None:
         "              variance of the input (r = 0.9999).",
         "  before      encoder.layers.1.attention.out is the last that agrees; 84 of 156 quantities differ",
     ]
+
+
+def test_the_lines_of_both_sides_are_shown_and_the_size_of_the_worst_element() -> None:
+    sites = {
+        "torch": OperationSite(operation="add", file="/home/me/model.py", line=41, code="y = x * torch.rsqrt(v)"),
+        "jax": OperationSite(operation="square", file="/home/me/flax_model.py", line=8, is_missing=True),
+    }
+    sides = {
+        label: SideValues(path="norm", dtype="float32", shape=(2, 3), worst=value, worst_index=(1, 2))
+        for label, value in (("torch", 0.5), ("jax", 0.375))
+    }
+    found = reports.report(first=reports.divergence(sites=sites, sides=sides))
+    lines = render_text(found).splitlines()
+    assert [line for line in lines if "at [1, 2]" in line] == [
+        "  torch       float32 [2, 3], at [1, 2] 0.5",
+        "  jax         float32 [2, 3], at [1, 2] 0.375, 0.12 apart",
+    ]
+    assert lines[6] == (
+        '  lines       torch model.py:41, add in "y = x * torch.rsqrt(v)"; jax nothing after flax_model.py:8, square'
+    )
+    page = render_html(found)
+    assert "<code>nothing after flax_model.py:8, square</code>" in page
+    assert "y = x * torch.rsqrt(v)&#34;" in page
 
 
 def test_where_they_agree_it_is_said_what_was_compared_and_what_came_nearest() -> None:
