@@ -41,9 +41,9 @@ def split_operations(one: OperationLog, two: OperationLog, distance: float | Non
     for side, other in zip(sides, reversed(sides), strict=True):
         side.match(other, tolerance)
     regions = [side.unmatched_before([end]) for side, end in zip(sides, ends, strict=True)]
-    do_values_differ = any(regions)
+    has_region = any(regions)
     taken = one.records[one.end].value, two.records[two.end].value
-    if not do_values_differ and are_equal(taken[0], taken[1], tolerance):  # in another order of elements
+    if not has_region and are_equal(taken[0], taken[1], tolerance):  # in another order of elements
         return ()
     firsts = [side.first(region, end) for side, region, end in zip(sides, regions, ends, strict=True)]
     constants = [side.unmatched_constants(first) for side, first in zip(sides, firsts, strict=True)]
@@ -52,7 +52,7 @@ def split_operations(one: OperationLog, two: OperationLog, distance: float | Non
             tables = [constants[number][size] for size in set(constants[0]) & set(constants[1])]
             firsts[number] = side.first(side.unmatched_before(tables, has_constants=True), firsts[number])
     return tuple(
-        side.site(first, is_missing=do_values_differ and not region)
+        side.site(first, is_missing=has_region and not region)
         for side, first, region in zip(sides, firsts, regions, strict=True)
     )
 
