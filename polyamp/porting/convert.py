@@ -88,8 +88,8 @@ def convert(
 
     Raises:
         PortError: as for `polyamp.port`, or a file is damaged or of an unknown format.
-        ArgumentError: neither `like` nor `into` where the target or `forms` needs one, or both; or `into` names no
-            function.
+        ArgumentError: neither `like` nor `into` where the target, `names`, `rows` or `forms` needs one, or both; or
+            `into` names no function.
         BackendNotInstalledError: the framework of a file is not installed.
         FileNotFoundError: there is no such file.
         OSError: the target cannot be written; an older file is unchanged.
@@ -106,11 +106,13 @@ def convert(
             "file of the target model, or --into package.module:build, a function that makes it. A target that ends in "
             ".safetensors needs neither: it is written in the canonical layout."
         )
-    if like is None and into is None and forms:
-        raise ArgumentError(
-            "--forms says how an array corresponds to one of the target. Give --like FILE, an existing file of the "
-            f"target model, or --into package.module:build. Received: {describe_value(forms)} without a target model."
-        )
+    for option, given in (("names", names), ("rows", rows), ("forms", forms)):
+        if like is None and into is None and given:
+            raise ArgumentError(
+                f"--{option} says how the source corresponds to the target. Give --like FILE, an existing file of the "
+                f"target model, or --into package.module:build. Received: {describe_value(given)} without a target "
+                "model."
+            )
     found = file_formats.file_inventory(source, source_format)
     if like is not None:
         layout = file_formats.file_inventory(like, target_format)

@@ -144,6 +144,12 @@ def test_layouts_reach_the_port(folder: Path) -> None:
             2,
             "Received: a dict without a target model",
         ),
+        (
+            ["source.safetensors", "a.safetensors", "--names", "x=y"],
+            2,
+            "--names says how the source corresponds to the target",
+        ),
+        (["source.safetensors", "a.safetensors", "--rows", "x=none"], 2, "--rows says how the source corresponds"),
         (["source.safetensor", "new.safetensors"], 2, "error: source.safetensor: there is no such file in"),
         (["source.safetensor", "new.pt"], 2, "error: source.safetensor: there is no such file in"),  # A before B
         (["builder.py", "new.safetensors"], 1, "whose file builder.py is cannot be told"),
