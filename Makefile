@@ -45,7 +45,7 @@ soak: $(STAMP)
 zoo: $(STAMP)
 	$(BIN)/python -m tests.porting.public.zoo --write
 
-JAX_SUITES := conformance-jax backend-jax doctest-jax
+JAX_SUITES := conformance-jax conformance-jax-bits backend-jax doctest-jax
 
 test-jax-oldest:
 	$(PYTHON) -m venv .venv-jax-oldest

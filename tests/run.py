@@ -42,6 +42,8 @@ CONFORMANCE = [
     "--polyamp-deviations=tests/conformance/deviations.py",
 ]
 QUICK_XLA = ["-p", "tests.xla"]
+BITS = "s04_sensitive"
+"""Tests that compare two programs bit for bit: XLA's cheapest code rounds the same operation in two ways."""
 THREADS = {"OMP_NUM_THREADS": "1"}
 """As many suites as processors run at once, and OpenMP's threads spin while they wait for one that has none: a part of
 torch's conformance suite beside other processes took 26 s of processor time with two threads, and 9 s with one."""
@@ -102,7 +104,8 @@ SUITES["distributed-jax"] = Suite(
     65,
     {"XLA_FLAGS": f"{xla.FLAGS if xla.known() else ''} --xla_force_host_platform_device_count=4"},
 )
-SUITES["conformance-jax"].command.extend(["-p", "tests.conformance.other_platforms"])
+SUITES["conformance-jax"].command.extend(["-p", "tests.conformance.other_platforms", "-k", f"not {BITS}"])
+SUITES["conformance-jax-bits"] = Suite([*CONFORMANCE, "--polyamp-backend=jax", "-k", BITS], 20)
 
 ALL = tuple(name for name in SUITES if not name.startswith("smoke-"))
 CHECK = ("lint", "format", "types", "core", "conformance-reference", *(f"smoke-{name}" for name in FRAMEWORKS))

@@ -267,7 +267,8 @@ def vjp_forward(eqn: JaxprEqn, values: Sequence[Any], nonzeros: Sequence[bool]) 
 def vjp_backward(eqn: JaxprEqn) -> Callable[..., Sequence[Any]]:
     """Return a custom_vjp_call's backward rule: residuals and cotangents to cotangents, with its constants' zeros."""
     functions, _ = _subfunctions(eqn, eqn.params)
-    return functions[2].call_wrapped  # type: ignore[no-any-return]  # JAX does not annotate its functions
+    backward: Callable[..., Sequence[Any]] = functions[2].call_wrapped
+    return backward
 
 
 def tangent_zero(primal: Any) -> SymbolicZero:
@@ -351,7 +352,8 @@ def separate_trace_cache(name: str, *, strictly: bool = True) -> Iterator[None]:
 def enable_float64() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which JAX supports float64."""
     here: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")  # an older jax
-    return here.enable_x64(True)  # type: ignore[no-any-return]  # JAX does not annotate it
+    block: contextlib.AbstractContextManager[Any] = here.enable_x64(True)
+    return block
 
 
 def mapped_axes() -> tuple[Any, ...]:

@@ -73,6 +73,11 @@ def stateful_recipe() -> polyamp.Recipe:
     )
 
 
+def is_on_cpu(backend: Backend) -> bool:
+    """Return whether the suite runs on a CPU, where two programs of one operation have the same bits."""
+    return backend.info().devices[0].lower().startswith("cpu")
+
+
 def train(
     harness: Harness, made: polyamp.Recipe, batches: Iterable[Batch], *, weights: Sequence[DenseWeights] | None = None
 ) -> tuple[Any, list[polyamp.StepResult]]:

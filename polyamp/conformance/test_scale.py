@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe, to_float, train
+from polyamp.conformance.problems import batch, flat_weights, is_on_cpu, layers, loss_fn, recipe, to_float, train
 from polyamp.conformance.published_scalers import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
@@ -173,7 +173,8 @@ def test_s19_off_gives_the_results_of_plain_code(backend: Backend, harness: Harn
     batches = [batch(i) for i in range(4)]
     off, results = train(harness, recipe(scaler=polyamp.LossScaler.off(), clip_norm=clip_norm), batches)
     on, _ = train(harness, recipe(scaler=polyamp.LossScaler.static(1.0), clip_norm=clip_norm), batches)
-    np.testing.assert_allclose(flat_weights(harness, off), flat_weights(harness, on), rtol=1e-6, atol=1e-7)
+    rounding = 0.0 if is_on_cpu(backend) else 1e-6  # off the CPU the optimizer's kernels round in another order
+    np.testing.assert_allclose(flat_weights(harness, off), flat_weights(harness, on), rtol=rounding, atol=rounding / 10)
     assert {to_float(backend, r.scale) for r in results} == {1.0}
 
 

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from polyamp.doctor.device_capabilities import Capabilities
+from polyamp.doctor.fastest_times import TimingLimits, fastest_times
 from polyamp.doctor.measurements import (
     BASELINE,
     FORMATS_MEASURED,
@@ -27,7 +28,6 @@ from polyamp.doctor.problems import (
     relative_error,
 )
 from polyamp.doctor.recommendation import recommend
-from polyamp.doctor.timing import TimingLimits, fastest_times
 from polyamp.doctor.verdicts import judge
 
 OnProgress = Callable[[int, int], None]

@@ -311,8 +311,11 @@ def _clip_sets_(state: TorchState, parameters: list[torch.Tensor], values: list[
     norms = state.replicas.norms([(own, grads) for _, own, grads in by_norm], alike=state.one_device) if by_norm else []
     for (limits, _, grads), norm in zip(by_norm, norms, strict=True):
         assert limits.norm is not None
-        by = clip.clip_factor(norm, limits.norm, XP, limits.eps).reciprocal()
-        divide_gradients_(grads, by, alike=state.one_device)
+        factor = clip.clip_factor(norm, limits.norm, XP, limits.eps)
+        if can_read_without_sync(state.device) and factor.item() < 1.0 / _SAFE_SCALE_RANGE[1]:
+            unscale_then_clip_(grads, None, factor)
+        else:
+            divide_gradients_(grads, factor.reciprocal(), alike=state.one_device)
     for limits, _, grads in sets:
         if limits.value is not None:
             clamp_gradients_(grads, limits.value, alike=state.one_device)

@@ -315,3 +315,12 @@ def test_s24_ctc_is_torchs() -> None:
         torch.testing.assert_close(found, expected)
         (one,), (other,) = (torch.autograd.grad(loss, logits) for loss in (found, expected))
         torch.testing.assert_close(one, other)
+
+
+def test_s24_impossible_labels_of_the_host_are_refused_where_a_tensor_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As beside logits on a GPU."""
+    monkeypatch.setattr(TorchLosses, "on_host", lambda _, labels: labels if isinstance(labels, np.ndarray) else None)
+    with pytest.raises(LossError, match=r"labels from 0 to 2 other than blank=0\. Received: -7 at index \(1, 1\)"):
+        polyamp.losses.ctc(torch.zeros(2, 5, 3), np.array([[1, 2], [2, -7]]))

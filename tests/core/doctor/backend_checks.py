@@ -7,10 +7,10 @@ import pytest
 
 from polyamp.doctor.device_capabilities import Capabilities
 from polyamp.doctor.device_measurement import measure
+from polyamp.doctor.fastest_times import TimingLimits
 from polyamp.doctor.measurements import FORMATS_MEASURED, OPERATIONS
 from polyamp.doctor.probe import CapabilityProbe, ProbeDevice
 from polyamp.doctor.problems import ProblemSizes
-from polyamp.doctor.timing import TimingLimits
 
 SIZES = ProblemSizes((32, 48, 16), (2, 8, 6), (2, 2, 8, 16))
 LIMITS = TimingLimits(sample=0.0, budget=0.0, rounds=1, most_rounds=1)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from polyamp.doctor.device_measurement import measure
+from polyamp.doctor.fastest_times import TimingLimits, fastest_times
 from polyamp.doctor.measurements import KnownTrap
 from polyamp.doctor.probe import OperationPrograms, ProbeDevice
 from polyamp.doctor.problems import ProblemSizes, accumulation_problem, random_array, round_to
-from polyamp.doctor.timing import TimingLimits, fastest_times
 
 DTYPES = {
     "bfloat16": (7, ml_dtypes.bfloat16),

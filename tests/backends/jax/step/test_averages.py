@@ -15,6 +15,7 @@ from flax import nnx
 
 import polyamp
 from polyamp.errors import CheckpointError
+from polyamp_jax.step.averages import averaged_values
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
@@ -86,3 +87,16 @@ def test_s34_a_donated_state_has_no_averages_left() -> None:
     for call in (polyamp.averaged, polyamp.averaged_model):
         with pytest.raises(CheckpointError, match="donated to a step"):
             call(before)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("bfloat16", 1), ("float16", 1), ("float32", 0)])
+def test_s34_an_average_is_of_the_stored_value(dtype: str, count: int) -> None:
+    """The rounding to 16 bits is said in the program: a GPU's compiler leaves out the one of the parameter's cast."""
+    recipe = polyamp.Recipe(policy="float32", ema=polyamp.Ema(0.9))
+
+    def averages(value: Any) -> Any:
+        return averaged_values({"w": value.astype(dtype)}, {}, ["w"], recipe)["model"]["w"]
+
+    text = str(jax.make_jaxpr(averages)(jnp.float32(1 / 3)))
+    assert text.count("reduce_precision") == count
+    assert float(averages(jnp.float32(1 / 3))) == float(jnp.asarray(1 / 3, dtype))

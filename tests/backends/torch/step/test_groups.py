@@ -160,3 +160,14 @@ def test_s05_an_alias_may_be_of_a_frozen_module_or_of_one_without_parameters() -
     state = polyamp.init(model, made)
     assert state.groups is not None
     assert list(state.groups.numbers) == ["2/weight", "2/bias"]
+
+
+def test_s11_a_group_clips_gradients_whose_factor_leaves_float32() -> None:
+    """A norm 1e40 times the limit: the gradients are scaled down, and not made 0."""
+    model = nn.Linear(3, 2, bias=False)
+    made = polyamp.Recipe(optimizer=polyamp.sgd(1.0, groups=[Group("weight", clip_norm=1e-4)]))
+    state, before = polyamp.init(model, made), model.weight.detach().clone()
+    polyamp.train_step(lambda m, x: m(x).sum() * 1e36, made)(state, torch.ones(4, 3))
+    with torch.no_grad():
+        moved = (model.weight - before).double().norm()
+    torch.testing.assert_close(float(moved), 1e-4, rtol=1e-3, atol=0)

@@ -11,6 +11,7 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import UnsupportedError
+from polyamp_torch.step.torch_only.learning_rates import GroupLearningRates
 
 SPECS = [polyamp.sgd, polyamp.adam, polyamp.adamw, polyamp.rmsprop, polyamp.adagrad, polyamp.lion]
 SCHEDULE = polyamp.schedules.step(0.1, every=2, factor=0.5)
@@ -135,3 +136,17 @@ def test_s13_two_schedules_are_refused_and_a_native_one_is_left_alone() -> None:
         scheduler.step()
     assert [group["lr"] for group in native.param_groups] == [0.0125, 0.0]
     assert all("lr_scale" not in group for group in native.param_groups)
+
+
+@pytest.mark.parametrize("float64", [False, True])
+def test_s01_rates_of_float64_parameters_are_numbers_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, float64: bool
+) -> None:
+    """A GPU's fused kernels take a rate as a number in float64, and as a tensor in float32 alone."""
+    monkeypatch.setattr("polyamp_torch.step.torch_only.learning_rates.can_read_without_sync", lambda _: False)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    rates = GroupLearningRates(optimizer, [polyamp.schedules.step(0.1, every=10)], [1.0], float64=float64)
+    rates.set(torch.tensor(10))
+    rate = optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, float) is float64
+    assert float(rate) == pytest.approx(0.01)
