@@ -33,12 +33,12 @@ from polyamp.doctor.verdicts import judge
 OnProgress = Callable[[int, int], None]
 """`on_progress(done, total)`, after each part of a measurement."""
 _CPU_LIMITS: Final = TimingLimits(sample=0.001, budget=0.15)
-_ACCELERATOR_LIMITS: Final = TimingLimits(sample=0.01, budget=0.5)
+_ACCELERATOR_LIMITS: Final = TimingLimits(sample=0.01, budget=0.3)
 _SLOW: Final = 0.3
 """Seconds of the accumulation problem from which on a dtype may be too slow to be measured further."""
 _SLOW_FACTOR: Final = 20.0
 """Multiple of float32's time from which on it is; compilation, which is a part of both, is within this factor."""
-_LONGEST: Final = {True: 10.0, False: 25.0}
+_LONGEST: Final = {True: 10.0, False: 30.0}
 """Whether a device is a CPU -> seconds after which no convolution and no attention is begun on it: a GPU's compiler
 tries many kernels for each."""
 _LONGEST_PROBLEM: Final = 160
@@ -110,7 +110,14 @@ class _DeviceRun:
         found = {dtype: DtypeMeasurement(exists=dtype in self._dtypes) for dtype in FORMATS_MEASURED}
         found |= self._accumulations()
         fast = [dtype for dtype in self._dtypes if found[dtype].slowdown is None]
-        times = {operation: self._times(operation, fast) for operation in OPERATIONS}
+        narrow = [dtype for dtype in fast if FORMATS_MEASURED[dtype].bits < 16]
+        wide = [dtype for dtype in fast if dtype not in narrow]
+        times = {"matmul": self._times("matmul", fast)}
+        others = [operation for operation in OPERATIONS if operation != "matmul"]
+        for operation in others:
+            times[operation] = self._times(operation, wide)
+        for operation in others:  # last, for 8 bits are for products
+            times[operation] |= self._times(operation, narrow)
         for dtype in fast:
             operations = {operation: times[operation][dtype] for operation in OPERATIONS}
             found[dtype] = msgspec.structs.replace(found[dtype], operations=operations)
@@ -154,9 +161,11 @@ class _DeviceRun:
         forward: dict[str, Callable[[int], None]] = {}
         backward: dict[str, Callable[[int], None]] = {}
         problems: dict[str, str] = {}
+        left_out = set()
         for dtype in dtypes:
             if operation != "matmul" and self._clock() > self._end:
                 problems[dtype] = f"not measured: the {self._longest:g} s for this device were over"
+                left_out.add(dtype)
                 self._advance()
                 continue
             try:
@@ -174,6 +183,7 @@ class _DeviceRun:
                 forward=forward_times.get(dtype),
                 forward_backward=backward_times.get(dtype),
                 problem=problems.get(dtype),
+                left_out=dtype in left_out,
             )
             for dtype in dtypes
         }
@@ -194,7 +204,7 @@ class _DeviceRun:
     def _advance(self) -> None:
         self._done += 1
         parts = len(self._dtypes)
-        self._on_progress(self._done, 1 + parts + len(OPERATIONS) * (parts + 2))  # a part less for each slow dtype
+        self._on_progress(self._done, 1 + parts + len(OPERATIONS) * (parts + 2) + 4)  # a part less for each slow dtype
 
 
 def _ignore_progress(done: int, total: int) -> None:

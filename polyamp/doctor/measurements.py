@@ -62,11 +62,13 @@ class OperationTimes(msgspec.Struct, frozen=True, kw_only=True):
         forward: of the operation; None if it does not run.
         forward_backward: of the operation and the gradients of all its inputs; None if they do not run.
         problem: the framework's message for what does not run.
+        left_out: whether it was not measured because the time for the device was over.
     """
 
     forward: float | None = None
     forward_backward: float | None = None
     problem: str | None = None
+    left_out: bool = False
 
 
 class DtypeMeasurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,7 @@ class OperationCapability(msgspec.Struct, frozen=True, kw_only=True):
         forward_ms, forward_backward_ms: its times in milliseconds; None if it does not run.
         forward_speed, training_speed: float32's time divided by these; None if either does not run.
         problem: the framework's message for what does not run.
+        left_out: whether it was not measured because the time for the device was over.
     """
 
     forward_ms: float | None = None
@@ -103,6 +106,7 @@ class OperationCapability(msgspec.Struct, frozen=True, kw_only=True):
     forward_speed: float | None = None
     training_speed: float | None = None
     problem: str | None = None
+    left_out: bool = False
 
 
 class DtypeCapability(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,6 +119,7 @@ def _compare_times(found: OperationTimes, base: OperationTimes) -> OperationCapa
         forward_speed=_ratio(base.forward, found.forward),
         training_speed=_ratio(base.forward_backward, found.forward_backward),
         problem=found.problem,
+        left_out=found.left_out,
     )
 
 

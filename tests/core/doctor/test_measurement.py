@@ -168,3 +168,36 @@ def test_a_slow_compiler_does_not_make_the_measurement_long() -> None:
     assert wide["matmul"].problem is None
     assert wide["attention"].problem == "not measured: the 0 s for this device were over"
     assert "float32: convolution, attention: not measured: the 0 s for this device were over" in str(found)
+
+
+def test_products_come_first_and_8_bits_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the time for a device leaves out is what trainings need least."""
+    probe, calls = MadeUpProbe(), []
+    monkeypatch.setattr(probe, "dtypes", lambda: ("float32", "bfloat16", "float8_e5m2"))
+    programs = probe.programs
+
+    def listed(operation: Any, dtype: str, device: str, inputs: Any) -> Any:
+        calls.append((operation, dtype))
+        return programs(operation, dtype, device, inputs)
+
+    monkeypatch.setattr(probe, "programs", listed)
+    sizes, limits = ProblemSizes((2, 2, 2), (1, 1, 4), (1, 1, 2, 2)), TimingLimits(0.0, 0.0, 1, 1)
+    progress: list[tuple[int, int]] = []
+    measure(
+        probe,
+        probe.devices()[0],
+        backend="made",
+        version="1.5",
+        sizes=sizes,
+        limits=limits,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    wide = ["float32", "bfloat16"]
+    assert calls == [
+        *(("matmul", dtype) for dtype in (*wide, "float8_e5m2")),
+        *(("convolution", dtype) for dtype in wide),
+        *(("attention", dtype) for dtype in wide),
+        ("convolution", "float8_e5m2"),
+        ("attention", "float8_e5m2"),
+    ]
+    assert progress[-1] == (23, 23)

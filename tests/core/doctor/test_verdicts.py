@@ -138,3 +138,14 @@ def test_a_native_dtype_that_trains_slowly_is_not_recommended() -> None:
     found = recommend(judge(device(bfloat16=measurement("bfloat16", 2.0, operations=slow))), "")
     assert found.code == 'polyamp.Policy("float32")'
     assert "bfloat16: training over matmul, convolution and attention has 0.46 times float32's speed." in found.reason
+
+
+def test_an_operation_that_was_left_out_says_nothing() -> None:
+    """It counts for no dtype then: float16, whose slow operation was left out, is not the faster one for it."""
+    made = device(
+        bfloat16=measurement("bfloat16", 12.0, operations={"attention": 1.2}), float16=measurement("float16", 12.0)
+    )
+    made["float16"].operations["attention"] = OperationTimes(problem="not measured", left_out=True)
+    found = recommend(judge(made), "")
+    assert found.code == 'polyamp.Policy("mixed_bfloat16")'
+    assert "12 times float32's speed in training over matmul and convolution. It" in found.reason
