@@ -69,6 +69,7 @@ def test_the_wheel_holds_type_markers_and_data(names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "polyamp/demo/digits.toml" in names
     assert {f"polyamp/parity/report/template/report.{kind}" for kind in ("html", "css", "js")} <= names
+    assert {f"polyamp/report_page/template/page.{kind}" for kind in ("html", "css")} <= names
 
 
 def test_the_wheel_holds_no_settings_tests_or_litter(names: set[str]) -> None:

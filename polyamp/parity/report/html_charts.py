@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from typing import Final, NamedTuple
 
 from polyamp.parity.report import formatting
+from polyamp.report_page import svg_axes
 
-_CHART_WIDTH: Final = 400
-_CHART_HEIGHT: Final = 210
-_LEFT_MARGIN: Final = 58
-_RIGHT_MARGIN: Final = 12
-_TOP_MARGIN: Final = 14
-_BOTTOM_MARGIN: Final = 34
 MAX_POINTS: Final = 400
 """Number of points above which a line keeps only the least and the greatest of each interval."""
-_LOG_AXIS_DECADES: Final = 2.0
-"""Positive values over more powers of ten than this are drawn on a logarithmic axis."""
 
 
 class ChartSeries(NamedTuple):
@@ -41,48 +33,22 @@ class ErrorPoint(NamedTuple):
     counts: bool
 
 
-class _Axis(NamedTuple):
-    """Vertical axis: from `low` (drawn at the bottom) to `high`, both as `position` returns them."""
-
-    low: float
-    high: float
-    logarithmic: bool
-
-    def position(self, value: float) -> float:
-        """Return the position of a value on the axis."""
-        return math.log10(value) if self.logarithmic else value
-
-    def y(self, value: float, high: int = _CHART_HEIGHT) -> float:
-        """Return the y coordinate of a value, clipped to the chart."""
-        share = (self.position(value) - self.low) / (self.high - self.low)
-        return _TOP_MARGIN + (high - _TOP_MARGIN - _BOTTOM_MARGIN) * (1 - min(max(share, 0.0), 1.0))
-
-    def ticks(self) -> list[float]:
-        """Return the values of the grid lines, rarely more than five."""
-        if self.logarithmic:
-            first, last = math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9)
-            every = max(1, math.ceil((last - first) / 5))
-            return [10.0**power for power in range(first, last + 1, every)]
-        rough = (self.high - self.low) / 4
-        size = 10.0 ** math.floor(math.log10(rough))
-        step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
-        return [number * step for number in range(math.ceil(self.low / step - 1e-9), int(self.high / step + 1e-9) + 1)]
-
-
 def curve_chart(title: str, series: Sequence[ChartSeries]) -> str:
     """Return a chart of a number per step, with a line for each side."""
     values = [value for line in series for value in line.values if value is not None and math.isfinite(value)]
     steps = max((len(line.values) for line in series), default=0)
     if not values or not steps:
         return ""
-    axis = _axis(values)
-    body = [_frame(axis, steps, _CHART_WIDTH, _CHART_HEIGHT, "step")]
+    axis = svg_axes.value_axis(values)
+    body = [svg_axes.frame(axis, steps, svg_axes.CHART_WIDTH, svg_axes.CHART_HEIGHT, "step")]
     for line in series:
         body.extend(_line(line, axis, steps))
     texts = [
         f"side {line.number + 1} from {_end_text(line.values, 0)} to {_end_text(line.values, -1)}" for line in series
     ]
-    return _svg(f"{title} per step: {', '.join(texts)}", _CHART_WIDTH, _CHART_HEIGHT, "".join(body))
+    return svg_axes.svg(
+        f"{title} per step: {', '.join(texts)}", svg_axes.CHART_WIDTH, svg_axes.CHART_HEIGHT, "".join(body)
+    )
 
 
 def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int | None = None) -> str:
@@ -99,22 +65,22 @@ def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int 
     if not points or not values:
         return ""
     low, top = math.log10(min(values)), math.log10(max(values))
-    axis = _Axis(math.floor(low - 0.05), math.ceil(top + 0.05), True)
-    body = [_frame(axis, count, wide, high, "module, in the order of the program")]
+    axis = svg_axes.ChartAxis(math.floor(low - 0.05), math.ceil(top + 0.05), True)
+    body = [svg_axes.frame(axis, count, wide, high, "module, in the order of the program")]
     if mark is not None:
-        x = _x(mark, count, wide)
+        x = svg_axes.place(mark, count, wide)
         side = "end" if x > wide / 2 else "start"
         shift = -5 if side == "end" else 5
-        body.append(f'<path class="mark" d="M{x:.1f} {_TOP_MARGIN}V{high - _BOTTOM_MARGIN}"/>')
+        body.append(f'<path class="mark" d="M{x:.1f} {svg_axes.TOP_MARGIN}V{high - svg_axes.BOTTOM_MARGIN}"/>')
         body.append(
-            f'<text class="mark" x="{x + shift:.1f}" y="{_TOP_MARGIN + 10}" text-anchor="{side}">'
+            f'<text class="mark" x="{x + shift:.1f}" y="{svg_axes.TOP_MARGIN + 10}" text-anchor="{side}">'
             "first divergence</text>"
         )
     limits = [point for point in _thin_points(points) if point.allowed]
-    allowed = [f"{_x(point.number, count, wide):.1f} {axis.y(point.allowed, high):.1f}" for point in limits]
+    allowed = [f"{svg_axes.place(point.number, count, wide):.1f} {axis.y(point.allowed, high):.1f}" for point in limits]
     if len(allowed) == 1:
         place = axis.y(limits[0].allowed, high)
-        allowed = [f"{_LEFT_MARGIN} {place:.1f}", f"{wide - _RIGHT_MARGIN} {place:.1f}"]
+        allowed = [f"{svg_axes.LEFT_MARGIN} {place:.1f}", f"{wide - svg_axes.RIGHT_MARGIN} {place:.1f}"]
     body.append(f'<path class="allowed" d="M{"L".join(allowed)}"/>')
     beyond = f"{sum(point.counts for point in points)} of {formatting.count_text(len(points), 'module')}"
     points = _thin_points(points)
@@ -122,60 +88,15 @@ def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int 
     body.append(f'<path class="fine" d="{"".join(f"M{x:.1f} {y:.1f}h0" for x, y in within)}"/>')
     outside = [_point_position(point, axis, count, wide, high) for point in points if point.counts]
     body.append(f'<path class="bad" d="{"".join(f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" for x, y in outside)}"/>')
-    return _svg(f"{title}: {beyond} beyond what rounding allows", wide, high, "".join(body))
+    return svg_axes.svg(f"{title}: {beyond} beyond what rounding allows", wide, high, "".join(body))
 
 
-def _axis(values: Sequence[float]) -> _Axis:
-    low, high = min(values), max(values)
-    if low > 0 and math.log10(high / low) > _LOG_AXIS_DECADES:
-        return _Axis(math.log10(low) - 0.05, math.log10(high) + 0.05, True)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return _Axis(low - room if low < 0 or low - room > 0 else 0.0, high + room, False)
-
-
-def _x(number: float, count: int, wide: int) -> float:
-    """Return the x coordinate of step or module `number` of `count`."""
-    inside = wide - _LEFT_MARGIN - _RIGHT_MARGIN - 12
-    return _LEFT_MARGIN + 6 + inside * ((number - 1) / (count - 1) if count > 1 else 0.5)
-
-
-def _frame(axis: _Axis, count: int, wide: int, high: int, name: str) -> str:
-    """Return the axes with their numbers."""
-    found = []
-    for value in axis.ticks():
-        y = axis.y(value, high)
-        found.append(f'<path class="grid" d="M{_LEFT_MARGIN} {y:.1f}H{wide - _RIGHT_MARGIN}"/>')
-        found.append(
-            f'<text x="{_LEFT_MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{formatting.number(value)}</text>'
-        )
-    found.append(f'<path class="axis" d="M{_LEFT_MARGIN} {high - _BOTTOM_MARGIN}H{wide - _RIGHT_MARGIN}"/>')
-    marks = (
-        sorted({1, count})
-        if count < 8
-        else sorted({1, *range(_round_interval(count), count, _round_interval(count)), count})
-    )
-    if len(marks) > 2 and marks[-1] - marks[-2] < _round_interval(count) / 2:
-        del marks[-2]  # it would touch the last
-    for number in marks:
-        x = _x(number, count, wide)
-        found.append(f'<text x="{x:.1f}" y="{high - _BOTTOM_MARGIN + 14}" text-anchor="middle">{number:,}</text>')
-    middle = (_LEFT_MARGIN + wide - _RIGHT_MARGIN) / 2
-    found.append(f'<text class="name" x="{middle:.0f}" y="{high - 5}" text-anchor="middle">{escape(name)}</text>')
-    return "".join(found)
-
-
-def _round_interval(count: int) -> int:
-    """Return a round interval that divides `count` into about four."""
-    size: int = 10 ** int(math.log10(max(count / 4, 1)))
-    return next(size * factor for factor in (1, 2, 5, 10) if size * factor * 4.5 >= count)
-
-
-def _line(line: ChartSeries, axis: _Axis, steps: int) -> Iterator[str]:
+def _line(line: ChartSeries, axis: svg_axes.ChartAxis, steps: int) -> Iterator[str]:
     """Yield a side's line, broken at non-finite values, with crosses there and triangles at skipped steps."""
     runs: list[list[str]] = [[]]
     nonfinite = []
     for step, value in _thin_values(line.values):
-        x = _x(step, steps, _CHART_WIDTH)
+        x = svg_axes.place(step, steps, svg_axes.CHART_WIDTH)
         if value is None or not math.isfinite(value):
             nonfinite.append(x)
             runs.append([])
@@ -186,11 +107,13 @@ def _line(line: ChartSeries, axis: _Axis, steps: int) -> Iterator[str]:
     path = "".join(f"M{'L'.join(run)}" + ("h0" if len(run) == 1 else "") for run in runs if run)
     yield f'<path class="line s{line.number % 4}{" dots" if steps == 1 else ""}" d="{path}"/>'
     if nonfinite:
-        crosses = "".join(f"M{x - 3:.1f} {_TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in nonfinite)
+        crosses = "".join(f"M{x - 3:.1f} {svg_axes.TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in nonfinite)
         yield f'<path class="lost s{line.number % 4}" d="{crosses}"/>'
-    bottom = _CHART_HEIGHT - _BOTTOM_MARGIN - 1
+    bottom = svg_axes.CHART_HEIGHT - svg_axes.BOTTOM_MARGIN - 1
     marks = "".join(
-        f"M{_x(step, steps, _CHART_WIDTH) - 4:.1f} {bottom}h8l-4-8z" for step in line.skipped if step <= steps
+        f"M{svg_axes.place(step, steps, svg_axes.CHART_WIDTH) - 4:.1f} {bottom}h8l-4-8z"
+        for step in line.skipped
+        if step <= steps
     )
     if marks:
         yield f'<path class="skipped s{line.number % 4}" d="{marks}"/>'
@@ -226,17 +149,15 @@ def _pair_value(pair: tuple[int, float | None]) -> float:
     return pair[1] or 0.0
 
 
-def _point_position(point: ErrorPoint, axis: _Axis, count: int, wide: int, high: int) -> tuple[float, float]:
+def _point_position(
+    point: ErrorPoint, axis: svg_axes.ChartAxis, count: int, wide: int, high: int
+) -> tuple[float, float]:
     """Return the position of a module's mark: non-finite at the top, 0 at the bottom."""
-    x = _x(point.number, count, wide)
+    x = svg_axes.place(point.number, count, wide)
     if point.distance is None or not math.isfinite(point.distance):
-        return x, float(_TOP_MARGIN)
-    return x, axis.y(point.distance, high) if point.distance else float(high - _BOTTOM_MARGIN)
+        return x, float(svg_axes.TOP_MARGIN)
+    return x, axis.y(point.distance, high) if point.distance else float(high - svg_axes.BOTTOM_MARGIN)
 
 
 def _end_text(values: Sequence[float | None], index: int) -> str:
     return formatting.number(values[index]) if values else "nothing"
-
-
-def _svg(label: str, wide: int, high: int, body: str) -> str:
-    return f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {wide} {high}">{body}</svg>'

@@ -6,8 +6,6 @@ and a content security policy forbids everything else, whatever a model's names 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ import msgspec
 from polyamp.errors import join_first
 from polyamp.parity.report import formatting, html_charts
 from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence, Findings
+from polyamp.report_page.html_page import csp_hash, page_css, safe_markup
 
 _TEMPLATE_FOLDER: Final = Path(__file__).parent / "template"
 MAX_PAGE_BYTES: Final = 490_000
@@ -315,7 +314,7 @@ def render_html(report: Findings) -> str:
         loader=jinja2.FileSystemLoader(_TEMPLATE_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
     )
     template = environment.get_template("report.html")
-    css, js = (_read_template(f"report.{kind}") for kind in ("css", "js"))
+    css, js = page_css() + _read_template("report.css"), _read_template("report.js")
     common = {
         "report": report,
         "words": formatting,
@@ -326,10 +325,10 @@ def render_html(report: Findings) -> str:
         "heading": _heading_text(report),
         "phases": phase_sections(report),
         "recipes": recipe_texts(report),
-        "css": _safe_markup(css),
-        "js": _safe_markup(js),
-        "css_hash": _csp_hash(css),
-        "js_hash": _csp_hash(js),
+        "css": safe_markup(css),
+        "js": safe_markup(js),
+        "css_hash": csp_hash(css),
+        "js_hash": csp_hash(js),
     }
     budget = MAX_PAGE_BYTES
     while True:
@@ -362,14 +361,3 @@ def _nearest_rows(comparison: Comparison) -> Sequence[tuple[str, ComparisonRow]]
 
 def _read_template(name: str) -> str:
     return (_TEMPLATE_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _safe_markup(text: str) -> Any:
-    """Mark a text from polyamp's own files as safe, so that it is not escaped."""
-    import markupsafe
-
-    return markupsafe.Markup(text)  # noqa: S704  # never text from a report
-
-
-def _csp_hash(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

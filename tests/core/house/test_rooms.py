@@ -72,7 +72,7 @@ CORE_FLOORS = (
         "process_reaper",
     ),
     ("results", "backend_lookup", "files", "records", "schedules", "argument_hints", "worker_processes"),
-    ("recipe",),
+    ("recipe", "report_page"),
     ("rules",),
     ("contract",),
     ("train", "losses", "doctor"),

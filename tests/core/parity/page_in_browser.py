@@ -66,12 +66,12 @@ def check(browser: Browser, url: str, name: str, out: Path) -> None:
             contrast, where = browser.ask(CONTRAST)
             assert contrast >= 4.5, f"{name}, dark={dark}: contrast {contrast:.2f} of {where}"
             browser.picture(out / f"{name}-{width}{'-dark' if dark else ''}.png")
-            wrong = [event for event in browser.events if _wrong(event, url)]
+            wrong = [event for event in browser.events if is_wrong(event, url)]
             assert wrong == [], f"{name}: {wrong}"
     browser.printed(out / f"{name}.pdf")
 
 
-def _wrong(event: dict[str, Any], url: str) -> bool:
+def is_wrong(event: dict[str, Any], url: str) -> bool:
     """A request for anything but the page, an error, a breach of the security policy."""
     parameters = event.get("params", {})
     if event.get("method") == "Network.requestWillBeSent":
