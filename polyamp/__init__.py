@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         TraceError,
         UnsupportedError,
     )
+    from polyamp.monitor.monitor import Monitor
     from polyamp.parity.compare import compare
     from polyamp.porting.port import port
     from polyamp.recipe import optimizers
@@ -73,6 +74,7 @@ _EXPORTS = {
         *("GradientError", "LossError", "LossScaleError", "LossScaleStuckError", "ModelError", "PolicyError"),
         *("PolyampError", "PortError", "RecipeError", "ReplicaError", "StateError", "TraceError", "UnsupportedError"),
     ),
+    "monitor.monitor": ("Monitor",),
     "parity.compare": ("compare",),
     "porting.port": ("port",),
     "recipe.dialects.dialect_report": ("DialectReport", "dialect_report"),
@@ -124,6 +126,7 @@ __all__ = [
     "LossScaleStuckError",
     "LossScaler",
     "ModelError",
+    "Monitor",
     "Policy",
     "PolicyError",
     "PolyampError",

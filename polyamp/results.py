@@ -34,6 +34,8 @@ class StepResult(NamedTuple, Generic[ArrayT]):
         weight: divisor of the mean loss, summed over micro-batches and replicas, float32 scalar, if it depends on
             values: labels that are not ignored, class weights, or the value of `train_step(weight=...)`. If it is 0,
             the step is skipped, and the loss is 0. None for a mean over the rows.
+        monitor: figures for `Monitor.read`, from a step with a monitor inside of a compiled function of your own (S35);
+            else None.
     """
 
     loss: ArrayT
@@ -43,6 +45,7 @@ class StepResult(NamedTuple, Generic[ArrayT]):
     skipped: ArrayT
     step: ArrayT
     weight: ArrayT | None = None
+    monitor: Any = None
 
     def _repr_html_(self) -> str:
         shown = {name: value for name, value in self._asdict().items() if value is not None}

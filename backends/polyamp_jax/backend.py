@@ -53,6 +53,7 @@ class JaxBackend:
     """JAX backend; implements `Backend`."""
 
     name = "jax"
+    monitors_steps = True
 
     def __reduce__(self) -> str:
         return "BACKEND"  # keeps the singleton when a state that refers to it is copied or pickled
@@ -167,13 +168,19 @@ class JaxBackend:
                 `axis_name`: inside `pmap`, or `shard_map` with `check_vma=False`, the axes of the replicas, a name or
                 a tuple of names. A `shard_map` with `check_vma=True` needs none.
         """
-        accepted = ("compile", "donate", "axis_name", "weight")
+        accepted = ("compile", "donate", "axis_name", "weight", "monitor")
         step_checks.check_options(options, accepted, function="train_step", backend=self.name)
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
-        weight = options.get("weight")
-        return steps.JaxTrainStep(loss_fn, compiled=compiled, donate=donate, axis_name=axis_name, weight=weight)
+        return steps.JaxTrainStep(
+            loss_fn,
+            compiled=compiled,
+            donate=donate,
+            axis_name=axis_name,
+            weight=options.get("weight"),
+            monitor=options.get("monitor"),
+        )
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         """Create the first half of the step: loss and gradients. `axis_name`: see `train_step`.

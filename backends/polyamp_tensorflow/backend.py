@@ -49,6 +49,7 @@ class TensorFlowBackend:
     """`Backend` over TensorFlow and Keras."""
 
     name = "tensorflow"
+    monitors_steps = True
     xp = conversions.XP
     losses = TensorFlowLosses()
     scalar = staticmethod(conversions.scalar)
@@ -85,10 +86,11 @@ class TensorFlowBackend:
         return TensorFlowState(model, recipe, self)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        check_options(options, _STEP_OPTIONS, function="train_step", backend=self.name)
-        weight = options.pop("weight", None)
+        check_options(options, (*_STEP_OPTIONS, "monitor"), function="train_step", backend=self.name)
+        weight, monitor = options.pop("weight", None), options.pop("monitor", None)
         body = GraphFunction(
-            lambda states, batch: step.train_step(states, loss_fn, batch, weight), **{"jit_compile": None, **options}
+            lambda states, batch: step.train_step(states, loss_fn, batch, weight, monitor),
+            **{"jit_compile": None, **options},
         )
         accumulates = recipe.accumulate_steps > 1
 

@@ -48,6 +48,7 @@ class TorchBackend:
     """`Backend` for PyTorch."""
 
     name = "torch"
+    monitors_steps = True
     xp = XP
     losses = TorchLosses()
     to_numpy = staticmethod(arrays.to_numpy)
@@ -148,18 +149,18 @@ class TorchBackend:
         return state
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        step_checks.check_options(options, ("compile", "weight"), function="train_step", backend=self.name)
-        weight = options.get("weight")
+        step_checks.check_options(options, ("compile", "weight", "monitor"), function="train_step", backend=self.name)
+        weight, monitor = options.get("weight"), options.get("monitor")
         how = options.get("compile", False)
         if not isinstance(how, bool | Mapping):
             raise UnsupportedError(
                 f"compile must be True, False or a dict of torch.compile's options. Received: compile={how!r}."
             )
         if how is False:
-            return functools.partial(step.train_step, loss_fn, recipe, weight)
+            return functools.partial(step.train_step, loss_fn, recipe, weight, monitor)
         from polyamp_torch.step.torch_only.compiled_step import CompiledStep
 
-        return CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {}, weight)
+        return CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {}, weight, monitor)
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         step_checks.check_options(options, ("weight",), function="value_and_grad", backend=self.name)

@@ -246,6 +246,15 @@ class KeepsAverages(Protocol):
 
 
 @runtime_checkable
+class MonitorsSteps(Protocol):
+    """Optional protocol: a backend whose `train_step` takes `monitor=`, a `polyamp.monitor.slots.MonitorSelection`, and
+    returns `StepResult.monitor` (S35)."""
+
+    monitors_steps: bool
+    """Always true."""
+
+
+@runtime_checkable
 class DescribesStates(Protocol):
     """Optional protocol: a backend that describes its checkpoints, so `polyamp.port` reads them in other frameworks."""
 

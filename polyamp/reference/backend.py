@@ -24,6 +24,7 @@ from polyamp.reference.forward_backward import accumulate_gradients, prepare_bat
 from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, PolicyMLP
+from polyamp.reference.monitor_slots import update_slots
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, step_checks
@@ -72,6 +73,7 @@ class ReferenceBackend:
     """`Backend` over NumPy."""
 
     name = "reference"
+    monitors_steps = True
     state_type: type[ReferenceState] = ReferenceState
     xp = XP
     losses = ReferenceLosses()
@@ -183,15 +185,18 @@ class ReferenceBackend:
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        step_checks.check_options(options, ("weight",), function="train_step", backend=self.name)
-        weight = options.get("weight")
+        step_checks.check_options(options, ("weight", "monitor"), function="train_step", backend=self.name)
+        weight, monitor = options.get("weight"), options.get("monitor")
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
                 parts, window = micro_batches(prepare_batch(batch, recipe), recipe.accumulate_steps)
                 loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
-                (state,), (result,) = self.apply_gradients([state], [grads], "all")
-            return state, result._replace(loss=loss, aux=aux)
+                (new,), (result,) = self.apply_gradients([state], [grads], "all")
+                if monitor is not None:
+                    around = (grads.values, state.model.parameters, new.model.parameters)
+                    result = result._replace(monitor=update_slots(monitor, *around, state.scale_state.scale))
+            return new, result._replace(loss=loss, aux=aux)
 
         return step
 

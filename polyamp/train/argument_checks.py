@@ -234,3 +234,15 @@ def _has_gradients(value: Any) -> bool:
 
 def _format_gradients(value: Any) -> str:
     return "a Gradients" if isinstance(value, Gradients) else describe_value(value)
+
+
+def check_monitor(monitor: Any) -> None:
+    """Raise for a `monitor=` that is none.
+
+    Raises:
+        ArgumentError: says what it takes.
+    """
+    from polyamp.monitor.monitor import Monitor  # imports what an ordinary start of polyamp does not need
+
+    if not isinstance(monitor, Monitor):
+        raise ArgumentError(f"monitor must be a polyamp.Monitor. Received: {describe_value(monitor)}.")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Never, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
-from polyamp.contract.backend import KeepsAverages, State, ValueAndGrad
+from polyamp.contract.backend import KeepsAverages, MonitorsSteps, State, ValueAndGrad
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
 from polyamp.recipe.policy import check_supported
 from polyamp.recipe.recipe import Recipe
@@ -19,6 +19,9 @@ from polyamp.rules import stuck_scale
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.rules.update_decision import Skip
 from polyamp.train import argument_checks
+
+if TYPE_CHECKING:
+    from polyamp.monitor.monitor import Monitor
 
 M = TypeVar("M")
 
@@ -63,11 +66,14 @@ class TrainStep:
     It can be pickled and copied at any time, if `loss_fn` can; a copy compiles anew at its first call.
     """
 
-    def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: dict[str, Any]) -> None:
+    def __init__(
+        self, loss_fn: LossFunction, recipe: Recipe, options: dict[str, Any], monitor: Monitor | None = None
+    ) -> None:
         self.loss_fn: Final = loss_fn
         self.recipe: Final = recipe
+        self.monitor: Final = monitor
         self._options = options
-        self._run: dict[str, StepFunction] = {}
+        self._run: dict[Any, StepFunction] = {}
         self._accepted: Recipe | None = None
 
     def __repr__(self) -> str:
@@ -78,10 +84,13 @@ class TrainStep:
         return {**self.__dict__, "_run": {}, "_accepted": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
-        """Return a copy for the same states. It shares the frozen recipe, which may contain the states' optimizer."""
+        """Return a copy for the same states. It shares the monitor, and the frozen recipe, which may
+        contain the states' optimizer."""
         import copy
 
         memo.setdefault(id(self.recipe), self.recipe)
+        if self.monitor is not None:
+            memo.setdefault(id(self.monitor), self.monitor)
         made = TrainStep.__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return made
@@ -96,16 +105,41 @@ class TrainStep:
             raise argument_checks.extra_batch_error(more)
         if recipe is not self._accepted:
             self._accept(recipe)
-        run = self._run.get(backend.name)
+        run, due = (self._run.get(backend.name), False) if self.monitor is None else (None, False)
         if run is None:
-            run = self._run[backend.name] = backend.train_step(self.loss_fn, self.recipe, **self._options)
+            run, due = self._chosen_run(state)
         try:
             state, result = run(state, batch)
         except Exception as error:
             _add_loss_error_hints(error, self.loss_fn, [state], batch)
             raise
         _check_stuck_scale(state, lambda: self._not_finite(state, batch))
+        if self.monitor is not None and backend.is_concrete(result.step):
+            self.monitor.end_call(state, result, due=due)
+            result = result._replace(monitor=None)
         return state, result
+
+    def _chosen_run(self, state: State[M]) -> tuple[StepFunction, bool]:
+        """Return the step to run, and whether a monitor reads its figures: of two compiled steps the host chooses one.
+
+        Inside of a compiled function of the user's own the figures leave the step in its result (S35).
+        """
+        backend, monitor, due = state.backend, self.monitor, False
+        options = {}
+        if monitor is not None:
+            if not isinstance(backend, MonitorsSteps):
+                raise UnsupportedError(
+                    f"the {backend.name} backend of this version has no monitor. Leave out monitor=."
+                )
+            traced = not backend.is_concrete(state.step)
+            due = not traced and monitor.begin_call()
+            if due or (traced and monitor.enabled):
+                options = {"monitor": monitor.selection(traced=traced)}
+        key: Any = (backend.name, *options.values()) if options else backend.name
+        run = self._run.get(key)
+        if run is None:
+            run = self._run[key] = backend.train_step(self.loss_fn, self.recipe, **self._options, **options)
+        return run, due
 
     def _accept(self, recipe: Recipe) -> None:
         if recipe != self.recipe:
@@ -127,7 +161,12 @@ class TrainStep:
 
 
 def train_step(
-    loss_fn: LossFunction, recipe: Recipe, *, weight: WeightFunction | None = None, **options: Any
+    loss_fn: LossFunction,
+    recipe: Recipe,
+    *,
+    weight: WeightFunction | None = None,
+    monitor: Monitor | None = None,
+    **options: Any,
 ) -> TrainStep:
     """Return a training step for any framework.
 
@@ -138,6 +177,7 @@ def train_step(
         weight: `weight(batch)` returns the divisor of that batch's mean loss: a number or a scalar of the framework, 0
             for a batch without contribution. Micro-batches and replicas are weighted by it (S8, S9). By default they
             are weighted by their rows, or by the divisor of a loss of `polyamp.losses`.
+        monitor: a `polyamp.Monitor`, which reads figures of every n-th step (S35).
         **options: options of the state's backend, such as `compile=` (JAX and TensorFlow compile by default).
 
     Returns:
@@ -166,7 +206,9 @@ def train_step(
     if not isinstance(recipe, Recipe):
         raise argument_checks.not_a_recipe_error(recipe, "Write polyamp.train_step(loss_fn, recipe)")
     argument_checks.check_weight(weight)
-    return TrainStep(loss_fn, recipe, options if weight is None else {**options, "weight": weight})
+    if monitor is not None:
+        argument_checks.check_monitor(monitor)
+    return TrainStep(loss_fn, recipe, options if weight is None else {**options, "weight": weight}, monitor)
 
 
 class ValueAndGradients(Protocol):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import StateError
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.results import Gradients, LossFunction, StepResult
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.rules.update_decision import Skip
@@ -56,6 +57,7 @@ class JaxTrainStep:
         donate: whether the compiled step consumes its state.
         axis_name: the axes of the replicas, if JAX does not provide them.
         weight: function that returns the weight of a batch, or None.
+        monitor: what the step collects for a monitor, or None.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class JaxTrainStep:
         donate: bool,
         axis_name: AxisName = None,
         weight: WeightFunction | None = None,
+        monitor: MonitorSelection | None = None,
     ) -> None:
+        self._monitor = monitor
         self._axis_name = axis_name
         self._weight = weight
         self._loss_fn = loss_fn
@@ -100,7 +104,7 @@ class JaxTrainStep:
         loss, aux, gradients = accumulation.accumulate_gradients(
             self._loss_fn, state, batch, self._axis_name, known.rows, self._weight
         )
-        (new,), (result,) = update_states([state], [gradients], "all")
+        (new,), (result,) = update_states([state], [gradients], "all", self._monitor)
         if not self._donate:
             new = _copy_shared_arrays(new, state)
         return new, result._replace(loss=loss, aux=aux), StaticResult(new.lagging)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
@@ -21,12 +22,13 @@ from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.averages import moved_averages
 from polyamp_jax.step.grad_stats import fit_gradients, sharded_norm_and_finite
 from polyamp_jax.step.jax_only.native_transformations import OptaxExtraArguments
+from polyamp_jax.step.monitor_slots import update_slots
 from polyamp_jax.step.optimizers import leaves_like, update_parameters
 from polyamp_jax.step.state import JaxState
 
 
 def update_states(
-    states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
+    states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip, monitor: MonitorSelection | None = None
 ) -> tuple[list[JaxState], list[StepResult]]:
     """Run the second half of the step for one or several states."""
     fitted = [fit_gradients(state, item) for state, item in zip(states, grads, strict=True)]
@@ -38,7 +40,10 @@ def update_states(
         stats = GradStats(norm.astype(jnp.float32), finite, item.weight)
         decision = decide(state.recipe.loss_scaler, state.scale_state, state.step, stats, flags, skip, XP)
         after.append(_commit_update(state, item, each, norm, decision))
-        results.append(decision.result(stats))
+        result = decision.result(stats)
+        if monitor is not None:
+            result = result._replace(monitor=update_slots(monitor, state, after[-1], each))
+        results.append(result)
     return after, results
 
 

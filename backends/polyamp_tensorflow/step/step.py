@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_tensorflow.step.accumulation import accumulate_gradients
@@ -33,11 +34,17 @@ def build_models(states: States, loss_fn: LossFunction, batch: Any) -> None:
             state.finish_building()
 
 
-def train_step(states: States, loss_fn: LossFunction, batch: Any, weight: WeightFunction | None = None) -> StepResult:
+def train_step(
+    states: States,
+    loss_fn: LossFunction,
+    batch: Any,
+    weight: WeightFunction | None = None,
+    monitor: MonitorSelection | None = None,
+) -> StepResult:
     """Run both halves of the step for one state."""
     loss, aux, gradients = accumulate_gradients(states, loss_fn, batch, states[0].recipe.accumulate_steps, weight)
     with tf.control_dependencies(_failure_dependencies(loss, aux)):
-        (result,) = update_states(states, gradients, "all")
+        (result,) = update_states(states, gradients, "all", monitor)
     return result._replace(loss=loss, aux=aux)
 
 

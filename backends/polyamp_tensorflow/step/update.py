@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.errors import GradientError
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
@@ -24,13 +25,16 @@ from polyamp_tensorflow.arrays import XP, at_least_float32, is_floating, to_dens
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.averages import write_averages
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
+from polyamp_tensorflow.step.monitor_slots import MonitoredUpdate
 from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import States, TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.scalar_reads import share_scalar_reads
 from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
 
 
-def update_states(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
+def update_states(
+    states: States, gradients: Sequence[Gradients], skip: Skip, monitor: MonitorSelection | None = None
+) -> list[StepResult]:
     """Compute flag, clip, optimizer update and scale for states that share a scaler (S14), and update them in place."""
     fitted = [_zero_waiting(state, _fit_gradients(state, item)) for state, item in zip(states, gradients, strict=True)]
     found = [global_norm_and_finite(list(values.values())) for values in fitted]
@@ -39,8 +43,10 @@ def update_states(states: States, gradients: Sequence[Gradients], skip: Skip) ->
     for state, item, values, (norm, finite) in zip(states, gradients, fitted, found, strict=True):
         stats = GradStats(tf.cast(norm, tf.float32), finite, item.weight)
         decision = decide(state.recipe.loss_scaler, state.scale_state, state.step, stats, flags, skip, XP)
+        watch = None if monitor is None else MonitoredUpdate(state, monitor, values)
         _commit_update(state, values, item.running, norm, decision)
-        results.append(decision.result(stats))
+        result = decision.result(stats)
+        results.append(result if watch is None else result._replace(monitor=watch.finish(state)))
     return results
 
 

@@ -209,6 +209,18 @@ class TorchReplicas:
         squares = [self._local_squares(parameters, grads, None, **how)[0] for parameters, grads in members]
         return list(all_reduce_sum(squares, self.group, squares[0].device).sqrt())
 
+    def parts_by_name(self, named: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Return what part of a parameter's local elements this process counts (1/n if n processes have them); empty if
+        every process has all gradients."""
+        if not self.several or self.engine.has_equal_gradients:
+            return {}
+        return {name: self._parts[id(p)] for name, p in named.items()}
+
+    def all_reduce_vector(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a float64 vector over the processes."""
+        torch.distributed.all_reduce(vector, group=self.group)
+        return vector
+
     def _local_squares(
         self, parameters: list[torch.Tensor], grads: list[torch.Tensor], scale: torch.Tensor | None, **how: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
@@ -32,7 +33,12 @@ from polyamp_torch.step.update import StepReduction, UpdateGradients, skipped_st
 
 
 def train_step(
-    loss_fn: LossFunction, recipe: Recipe, weight: WeightFunction | None, state: TorchState, batch: Any
+    loss_fn: LossFunction,
+    recipe: Recipe,
+    weight: WeightFunction | None,
+    monitor: MonitorSelection | None,
+    state: TorchState,
+    batch: Any,
 ) -> tuple[TorchState, StepResult]:
     """Run one step on one state, over `accumulate_steps` micro-batches (S8)."""
     with guard_states([state]):
@@ -40,11 +46,16 @@ def train_step(
         with DeferInterrupts() as interrupts, state.lock, shield():
             weighting = make_loss_weighting(weight, parts, window, state.replicas, state.device)
             state.check_unchanged()
-            return state, _train_micro_batches(loss_fn, state, parts, weighting, interrupts)
+            return state, _train_micro_batches(loss_fn, state, parts, weighting, interrupts, monitor)
 
 
 def _train_micro_batches(
-    loss_fn: LossFunction, state: TorchState, parts: list[Any], weighting: LossWeighting, interrupts: DeferInterrupts
+    loss_fn: LossFunction,
+    state: TorchState,
+    parts: list[Any],
+    weighting: LossWeighting,
+    interrupts: DeferInterrupts,
+    monitor: MonitorSelection | None,
 ) -> StepResult:
     engine, slots = state.replicas.engine, state.buffer_owners.slots
     parameters = list(state.parameters.values())
@@ -57,7 +68,7 @@ def _train_micro_batches(
             if weighting.is_empty:  # no backward pass ran
                 snapshot.parameters.compare()
                 snapshot.undo()
-                return skipped_step_result(state, reduction.loss, aux, weighting.weight(0.0))
+                return skipped_step_result(state, reduction.loss, aux, weighting.weight(0.0), monitor)
             values = densify_gradients(state.parameters.items())
             snapshot.parameters.compare()
         except BaseException:
@@ -71,5 +82,5 @@ def _train_micro_batches(
 
         scale = state.scale_state.scale if state.scaler.scales else None
         ready = UpdateGradients(values, scale, settle, reduction=reduction, written=snapshot.parameters)
-        (result,) = update_states([state], [ready], "all")
+        (result,) = update_states([state], [ready], "all", monitor)
     return result._replace(loss=reduction.loss, aux=aux)

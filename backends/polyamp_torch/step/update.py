@@ -34,6 +34,7 @@ from polyamp_torch.step.grad_stats import (
     unscale_then_clip_,
 )
 from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, total_scale, weighted_loss_sum
+from polyamp_torch.step.monitor_slots import MonitoredUpdate
 from polyamp_torch.step.parameter_writes import GradientWrites, ParameterWrites
 from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
@@ -42,6 +43,7 @@ from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acqu
 from polyamp_torch.step.torch_only.parameter_write_broadcast import broadcast_writes, has_unannounced_writes
 
 if TYPE_CHECKING:
+    from polyamp.monitor.slots import MonitorSelection
     from polyamp_torch.distributed.all_reduce import AsyncStepScalars
 
 _SAFE_SCALE_RANGE: Final = (2.0**-100, 2.0**100)
@@ -163,7 +165,12 @@ def _commit_buffers_and_writes(
 
 
 @torch.no_grad()
-def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients], skip: Skip) -> list[StepResult]:
+def update_states(
+    states: Sequence[TorchState],
+    grads: Sequence[UpdateGradients],
+    skip: Skip,
+    monitor: MonitorSelection | None = None,
+) -> list[StepResult]:
     """Update states that step together: measure all, then decide and commit one by one."""
     grads = [_zero_waiting(state, item) for state, item in zip(states, grads, strict=True)]
     measured = [_measure_gradients(state, item) for state, item in zip(states, grads, strict=True)]
@@ -171,23 +178,47 @@ def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients]
     results = []
     for state, item, found in zip(states, grads, measured, strict=True):
         decision = _decide(state, found.stats, flags, skip)
+        watch = None if monitor is None else _watch_update(state, monitor, item, found.scale)
         _update(state, item, found, decision.finite)
         item.settle(decision.finite)
         state.scale_state, state.step = decision.scale_state, decision.step
         if state.averages is not None:
             state.averages.move(state, decision.finite)
-        results.append(decision.result(found.stats))
+        result = decision.result(found.stats)
+        results.append(result if watch is None else result._replace(monitor=watch.finish(state)))
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
     return results
 
 
-def skipped_step_result(state: TorchState, loss: torch.Tensor, aux: Any, weight: torch.Tensor | None) -> StepResult:
+def _watch_update(
+    state: TorchState, monitor: MonitorSelection, grads: UpdateGradients, scale: torch.Tensor | None
+) -> MonitoredUpdate:
+    """Measure the gradients of an update for a monitor, before the update overwrites them."""
+    watch = MonitoredUpdate(state, monitor)
+    names = {id(p): name for name, p in state.parameters.items()}
+    parameters = _parameters_with_gradients(state, grads)
+    watch.measure({names[id(p)]: value for p, value in zip(parameters, grads.values, strict=True)}, scale)
+    return watch
+
+
+def skipped_step_result(
+    state: TorchState,
+    loss: torch.Tensor,
+    aux: Any,
+    weight: torch.Tensor | None,
+    monitor: MonitorSelection | None = None,
+) -> StepResult:
     """Return the result of a step whose weights are all 0: it is skipped, and does not affect the scale (S8)."""
     zero = torch.zeros_like(loss)
     stats = GradStats(zero, torch.ones((), dtype=torch.bool, device=state.device), zero)
+    slots = None
+    if monitor is not None:
+        watch = MonitoredUpdate(state, monitor)
+        watch.measure({}, None)
+        slots = watch.finish(state)
     decision = _decide(state, stats, [stats.finite], "all")
     state.scale_state = decision.scale_state
-    return decision.result(stats)._replace(loss=loss, aux=aux, weight=weight)
+    return decision.result(stats)._replace(loss=loss, aux=aux, weight=weight, monitor=slots)
 
 
 class _MeasuredGradients(NamedTuple):

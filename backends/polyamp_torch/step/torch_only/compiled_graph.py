@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import PolyampError, UnsupportedError
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaleState
@@ -37,6 +38,7 @@ from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.error_hints import compile_error
 from polyamp_torch.step.grad_stats import global_norm_and_finite, unscale_and_clip_divisor
 from polyamp_torch.step.loss_weights import total_scale, weighted_loss_sum
+from polyamp_torch.step.monitor_slots import MonitoredUpdate
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
@@ -68,6 +70,7 @@ class CompiledGraph:
         part: Any,
         groups: GraphGroups | None,
         weight: WeightFunction | None = None,
+        monitor: MonitorSelection | None = None,
     ) -> None:
         if not state.one_device:
             raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
@@ -77,6 +80,7 @@ class CompiledGraph:
         self._recipe = recipe
         self._scaler = state.scaler
         self._weight = weight
+        self._monitor = monitor
         self._loss_fn = loss_fn
         self._device = state.device.type
         self._dtype = torch.float64 if recipe.policy.param == "float64" else torch.float32  # of rates and counts (S1)
@@ -118,7 +122,8 @@ class CompiledGraph:
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
         running = buffers.writable_buffers(state.buffer_owners) | self._more_running
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
-        loss, auxes, norm, scale_state, step, skipped, weight = self._call(
+        watch = None if self._monitor is None else MonitoredUpdate(state, self._monitor)
+        loss, auxes, norm, scale_state, step, skipped, weight, seen, carried = self._call(
             state,
             batches,
             interrupts,
@@ -138,7 +143,11 @@ class CompiledGraph:
             state.averages.move(state, ~skipped)
         torch.clear_autocast_cache()
         aux = map_tree(detach_leaf, stack_aux(auxes, stack=self._recipe.accumulate_steps > 1))
-        return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight)
+        figures = None
+        if watch is not None:
+            watch.measure(dict(zip(self._used, seen, strict=True)), carried)
+            figures = watch.finish(state)
+        return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight, figures)
 
     def _call(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
         """Call the compiled function; return its results, or raise its error as one of polyamp's."""
@@ -196,6 +205,7 @@ class CompiledGraph:
         norm, finite = global_norm_and_finite(
             total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True
         )
+        seen = [value.clone() for value in total] if self._monitor is not None else []
         limits = ClipLimits() if self.groups.clips else recipe.clip
         by = unscale_and_clip_divisor(norm, scale, limits)
         if by is not None:
@@ -211,7 +221,8 @@ class CompiledGraph:
         self._update(real_views(parameters.values()), current, total, slots, counts, rates, step, checked, trains)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
-        return loss, auxes, stats.norm, tuple(decision.scale_state), decision.step, decision.skipped, weight
+        after = (tuple(decision.scale_state), decision.step, decision.skipped)
+        return loss, auxes, stats.norm, *after, weight, seen, scale if seen else None
 
     def _sum_gradients(
         self,

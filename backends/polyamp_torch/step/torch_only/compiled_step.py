@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
@@ -59,6 +60,7 @@ class CompiledStep:
         recipe: the step's recipe.
         options: arguments of `torch.compile`, from `COMPILE_OPTIONS`.
         weight: the user's `weight=`, or None.
+        monitor: what the step collects for a monitor, or None.
 
     Raises:
         UnsupportedError: an option, or the recipe, is not supported.
@@ -70,6 +72,7 @@ class CompiledStep:
         recipe: Recipe,
         options: Mapping[str, Any],
         weight: WeightFunction | None = None,
+        monitor: MonitorSelection | None = None,
     ) -> None:
         step_checks.check_options(options, COMPILE_OPTIONS, function="train_step(compile={...})", backend="torch")
         if recipe.policy.overrides and recipe.policy.mode == "cast":
@@ -87,6 +90,7 @@ class CompiledStep:
         self._recipe = recipe
         self._options = dict(options)
         self._weight = weight
+        self._monitor = monitor
         self._graphs: weakref.WeakKeyDictionary[TorchState, CompiledGraph] = weakref.WeakKeyDictionary()
 
     def __call__(self, state: TorchState, batch: Any) -> tuple[TorchState, StepResult]:
@@ -110,7 +114,11 @@ class CompiledStep:
             if graph is None or graph.groups != groups:  # the options are constants in the graph
                 kind = CompiledNativeGraph if groups is None else CompiledGraph
                 with interrupts.allowed:
-                    graph = kind(self._loss_fn, self._recipe, self._options, state, batches[0], groups, self._weight)
+                    graph = kind(
+                        *(self._loss_fn, self._recipe, self._options, state, batches[0], groups),
+                        weight=self._weight,
+                        monitor=self._monitor,
+                    )
                 self._graphs[state] = graph
             return state, graph.step(state, batches, window, interrupts)
 
@@ -155,7 +163,7 @@ class CompiledNativeGraph(CompiledGraph):
             }
             settle = functools.partial(_commit_or_rollback, running, now, GradientWrites(state.writes.named, new))
             ready = UpdateGradients(grads, None if narrow else scale, settle, weight=weight)
-            (result,) = update_states([state], [ready], "all")
+            (result,) = update_states([state], [ready], "all", self._monitor)
         return result._replace(loss=loss, aux=map_tree(detach_leaf, aux))
 
     def _traced(self, *arguments: Any) -> Any:

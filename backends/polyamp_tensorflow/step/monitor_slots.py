@@ -1,0 +1,85 @@
+"""`MonitoredUpdate`: what a step collects for a monitor, in TensorFlow, as graph code (S35)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import tensorflow as tf
+
+from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, collect_slots
+
+if TYPE_CHECKING:
+    from polyamp_tensorflow.step.state import TensorFlowState
+
+
+class TensorFlowSlots:
+    """`SlotFunctions` for TensorFlow. All replicas have the same gradients and parameters."""
+
+    def exponent_counts(self, name: str, array: Any) -> Any:
+        """Return how many elements have each exponent field."""
+        bits = tf.bitcast(tf.reshape(tf.cast(_real(array), tf.float32), [-1]), tf.int32)
+        fields = tf.bitwise.bitwise_and(tf.bitwise.right_shift(bits, 23), EXPONENT_FIELDS - 1)
+        return tf.math.unsorted_segment_sum(tf.ones_like(fields), fields, EXPONENT_FIELDS)  # XLA has no bincount
+
+    def squares(self, name: str, array: Any) -> Any:
+        """Return the sum of squares."""
+        return tf.reduce_sum(tf.square(tf.cast(_real(array), tf.float32)))
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        """Stack tensors."""
+        return tf.stack(values)
+
+    def square_root(self, values: Any) -> Any:
+        """Return the square root."""
+        return tf.sqrt(values)
+
+    def reduce(self, counts: Sequence[Any], squares: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return them as they are."""
+        return list(counts), list(squares)
+
+
+_FUNCTIONS: Final = TensorFlowSlots()
+
+
+class MonitoredUpdate:
+    """Collects the figures of one update of a state: made before it, finished after it.
+
+    Args:
+        state: the state.
+        selection: what is collected.
+        gradients: path -> unscaled gradient, before clipping.
+    """
+
+    def __init__(self, state: TensorFlowState, selection: MonitorSelection, gradients: Mapping[str, Any]) -> None:
+        self._selection = selection
+        self._old = {name: tf.identity(_value(p)) for name, p in state.variables.parameters.items()}
+        self._slots = collect_slots(
+            selection._replace(updates=False),
+            _FUNCTIONS,
+            gradients,
+            self._old,
+            {},
+            read=tf.constant(True),
+            scale=tf.identity(state.scale_state.scale),
+            carried=tf.constant(1.0),
+        )
+
+    def finish(self, state: TensorFlowState) -> MonitorSlots:
+        """Return the figures, after the update."""
+        if not self._selection.updates:
+            return self._slots
+        now = {name: tf.identity(_value(p)) for name, p in state.variables.parameters.items()}
+        only = self._selection._replace(gradients=False, weights=False)
+        rest = collect_slots(only, _FUNCTIONS, {}, self._old, now, read=None, scale=None, carried=None)
+        return self._slots._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
+
+
+def _value(variable: Any) -> Any:
+    """Return a variable's value at this place of the program."""
+    return tf.convert_to_tensor(getattr(variable, "value", variable))
+
+
+def _real(array: Any) -> Any:
+    """Return complex numbers as pairs of real ones."""
+    return tf.stack([tf.math.real(array), tf.math.imag(array)]) if array.dtype.is_complex else array

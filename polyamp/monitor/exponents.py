@@ -1,0 +1,61 @@
+"""`tensor_stats`: shares and histogram of a module, from its counts of float32 exponent fields."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.float_formats import FORMATS
+from polyamp.monitor.records import TensorStats
+from polyamp.monitor.slots import EXPONENT_FIELDS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BIAS: Final = 127
+_NOT_FINITE: Final = EXPONENT_FIELDS - 1
+
+
+def tensor_stats(counts: np.ndarray[Any, Any], norm: float, compute: str, factor: float = 1.0) -> TensorStats | None:
+    """Return the statistics of elements multiplied by a factor; None if there is no element.
+
+    Args:
+        counts: elements with each exponent field, integers, shape (256,).
+        norm: the L2 norm that is reported.
+        compute: name of the dtype that the elements are cast to.
+        factor: multiplies the elements before they are judged; rounded down to a power of two.
+
+    Example:
+        >>> import numpy as np
+        >>> counts = np.zeros(256, int)
+        >>> counts[[0, 127 - 30, 127 - 20, 127]] = 1  # zero, 2^-30, 2^-20 and 1
+        >>> found = tensor_stats(counts, 1.0, "float16")
+        >>> found.zero, found.underflow, found.subnormal, found.overflow
+        (0.25, 0.25, 0.25, 0.0)
+    """
+    elements = int(counts.sum())
+    if not elements:
+        return None
+    shift = math.floor(math.log2(factor)) if factor > 0.0 and math.isfinite(factor) else 0
+    form = FORMATS[compute]
+    normal = math.frexp(form.smallest_normal)[1] - 1
+    smallest = normal - form.fraction_bits
+    above = math.frexp(form.largest)[1]
+    exponents = {
+        field - _BIAS + shift: int(count) for field, count in enumerate(counts) if count and 0 < field < _NOT_FINITE
+    }
+
+    def share(low: float, high: float) -> float:
+        return sum(count for exponent, count in exponents.items() if low <= exponent < high) / elements
+
+    first, last = min(exponents, default=0), max(exponents, default=-1)
+    return TensorStats(
+        elements=elements,
+        zero=int(counts[0]) / elements,
+        underflow=share(-math.inf, smallest - 1),
+        subnormal=share(smallest - 1, normal),
+        overflow=share(above, math.inf) + int(counts[_NOT_FINITE]) / elements,
+        norm=norm,
+        first_exponent=first,
+        exponents=[exponents.get(exponent, 0) for exponent in range(first, last + 1)],
+    )

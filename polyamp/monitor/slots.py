@@ -1,0 +1,190 @@
+"""`MonitorSlots`: what a step collects for a monitor, as arrays of fixed shape on the device (S35).
+
+Per module it is a histogram of binary exponents: the number of elements whose float32 exponent field is 0, 1, ..., 255.
+Field 0 is zero (or below 2^-126), field 255 inf and NaN, field e in between a magnitude from 2^(e - 127) on. So one
+array of counts says what underflows, is subnormal or overflows in any dtype and at any loss scale.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+EXPONENT_FIELDS: Final = 256
+"""Values of the exponent field of a float32 number."""
+
+
+class MonitorSelection(NamedTuple):
+    """What a step collects. It is a constant of a compiled step.
+
+    Attributes:
+        gradients, weights, updates: whether statistics of these are collected.
+        modules: None for one entry per module that has parameters; a depth, to which paths are cut; or glob patterns,
+            for modules that match one.
+        every: inside of a compiled function of the user's own, the statistics are computed in steps whose number is a
+            multiple of it. The host chooses the steps itself and has 1 here.
+    """
+
+    gradients: bool
+    weights: bool
+    updates: bool
+    modules: int | tuple[str, ...] | None
+    every: int
+
+    def module_of(self, parameter: str) -> str | None:
+        """Return the module that a parameter counts for; None if it is not selected.
+
+        >>> MonitorSelection(True, True, True, 1, 1).module_of("layers/0/mlp/kernel")
+        'layers'
+        """
+        module = parameter.rpartition("/")[0]
+        if isinstance(self.modules, int):
+            return "/".join(module.split("/")[: self.modules])
+        if self.modules is not None and not any(fnmatch.fnmatchcase(module, each) for each in self.modules):
+            return None
+        return module
+
+    def modules_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
+        """Return the modules of a model's parameters, in the parameters' order."""
+        return tuple(dict.fromkeys(found for name in parameters if (found := self.module_of(name)) is not None))
+
+
+class MonitorSlots(NamedTuple):
+    """What a step collected; a pytree in every framework.
+
+    Attributes:
+        read: whether the statistics were computed, boolean scalar; without them all counts are 0.
+        scale: the scale of this step's loss, float32 scalar.
+        carried: the factor that the gradients below still contain, float32 scalar.
+        gradients: counts of exponent fields, int32, shape (modules, 256); None if not selected. A parameter without a
+            gradient counts nowhere.
+        gradient_norms: L2 norms, float32, shape (modules,).
+        weights, weight_norms: the same of the parameters before the update.
+        update_norms: L2 norms of the differences that the update made.
+    """
+
+    read: Any
+    scale: Any
+    carried: Any
+    gradients: Any = None
+    gradient_norms: Any = None
+    weights: Any = None
+    weight_norms: Any = None
+    update_norms: Any = None
+
+
+class SlotFunctions(Protocol):
+    """A framework's functions for `collect_slots`."""
+
+    def exponent_counts(self, name: str, array: Any) -> Any:
+        """Return how many elements of a parameter's array have each float32 exponent field, int32, shape (256,)."""
+
+    def squares(self, name: str, array: Any) -> Any:
+        """Return the sum of the squares of a parameter's array, float32 scalar."""
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        """Stack arrays of one shape along a new axis."""
+
+    def square_root(self, values: Any) -> Any:
+        """Return the elementwise square root."""
+
+    def reduce(self, counts: Sequence[Any], squares: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return counts and sums of squares over all processes that hold parts of the arrays."""
+
+
+def collect_slots(
+    selection: MonitorSelection,
+    functions: SlotFunctions,
+    gradients: Mapping[str, Any],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    read: Any,
+    scale: Any,
+    carried: Any,
+) -> MonitorSlots:
+    """Return the slots of a step.
+
+    Args:
+        selection: what is collected.
+        functions: the framework's.
+        gradients: path -> gradient, without parameters that have none.
+        before, after: path -> parameter around the update; `after` may be empty without `updates`.
+        read, scale, carried: as in the slots.
+    """
+    modules = selection.modules_of(list(before))
+    if not modules:  # no path matches
+        selection = selection._replace(gradients=False, weights=False, updates=False)
+    counts: list[Any] = []
+    squares: list[Any] = []
+    if selection.gradients:
+        counts.append(_module_counts(selection, functions, modules, gradients, before))
+        squares.append(_module_squares(selection, functions, modules, gradients, before))
+    if selection.weights:
+        counts.append(_module_counts(selection, functions, modules, before, before))
+    if selection.weights or selection.updates:
+        squares.append(_module_squares(selection, functions, modules, before, before))
+    if selection.updates:
+        moved = {name: after[name] - old for name, old in before.items() if selection.module_of(name) is not None}
+        squares.append(_module_squares(selection, functions, modules, moved, before))
+    counts, squares = functions.reduce(counts, squares)
+    found, norms = iter(counts), iter([functions.square_root(each) for each in squares])
+    return MonitorSlots(
+        read=read,
+        scale=scale,
+        carried=carried,
+        gradients=next(found) if selection.gradients else None,
+        gradient_norms=next(norms) if selection.gradients else None,
+        weights=next(found) if selection.weights else None,
+        weight_norms=next(norms) if selection.weights or selection.updates else None,
+        update_norms=next(norms) if selection.updates else None,
+    )
+
+
+def _module_counts(
+    selection: MonitorSelection,
+    functions: SlotFunctions,
+    modules: Sequence[str],
+    arrays: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+) -> Any:
+    """Return the counts of each module, shape (modules, 256)."""
+    own = _by_module(selection, modules, arrays)
+    nothing = functions.exponent_counts("", next(iter(parameters.values()))) * 0 if not all(own) else None
+    return functions.stack(
+        [_total([functions.exponent_counts(name, array) for name, array in each]) if each else nothing for each in own]
+    )
+
+
+def _module_squares(
+    selection: MonitorSelection,
+    functions: SlotFunctions,
+    modules: Sequence[str],
+    arrays: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+) -> Any:
+    """Return the sum of squares of each module, shape (modules,)."""
+    own = _by_module(selection, modules, arrays)
+    nothing = functions.squares("", next(iter(parameters.values()))) * 0 if not all(own) else None
+    return functions.stack(
+        [_total([functions.squares(name, array) for name, array in each]) if each else nothing for each in own]
+    )
+
+
+def _by_module(
+    selection: MonitorSelection, modules: Sequence[str], arrays: Mapping[str, Any]
+) -> list[list[tuple[str, Any]]]:
+    found: dict[str, list[tuple[str, Any]]] = {module: [] for module in modules}
+    for name, array in arrays.items():
+        module = selection.module_of(name)
+        if module is not None:
+            found[module].append((name, array))
+    return list(found.values())
+
+
+def _total(values: Sequence[Any]) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total

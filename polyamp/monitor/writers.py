@@ -1,0 +1,181 @@
+"""Writers of a monitor's records: JSON lines, CSV, TensorBoard, and trackers with a `log` method.
+
+A writer has two methods, `write(record)` and `close()`; `begin(header)` is called before the first record if it has
+that too. None of them may end a training: `Monitor` warns once if one fails, and goes on without it.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from polyamp.errors import ArgumentError, describe_value
+from polyamp.monitor.records import MonitorHeader, MonitorRecord, encode_line
+
+_COLUMNS = ("call", "step", "loss", "grad_norm", "scale", "next_scale", "skipped", "skips", "word")
+
+
+class MonitorWriter(Protocol):
+    """Where a monitor's records go."""
+
+    def write(self, record: MonitorRecord) -> None:
+        """Write a record, so that it is not lost if the process ends."""
+
+    def close(self) -> None:
+        """Release what is open. May be called twice."""
+
+
+class _FileWriter:
+    """A text file that is opened at the first line and flushed after each."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentError(f"path must be a file's path. Received: {describe_value(path)}.")
+        self.path = Path(path)
+        self._file: IO[str] | None = None
+
+    def _open(self) -> IO[str]:
+        if self._file is None:
+            self._file = self.path.open("w", encoding="utf-8", newline="")
+        return self._file
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+
+class JsonLinesWriter(_FileWriter):
+    """Writes a header and one line per record, which `polyamp monitor FILE` draws.
+
+    Each line is written in one call and flushed: after a crash the file has all records but, at most, the last.
+
+    Args:
+        path: of the file, which is replaced.
+    """
+
+    def begin(self, header: MonitorHeader) -> None:
+        """Write the header."""
+        self._line(encode_line(header))
+
+    def write(self, record: MonitorRecord) -> None:
+        """Write a record."""
+        self._line(encode_line(record))
+
+    def _line(self, text: str) -> None:
+        file = self._open()
+        file.write(text + "\n")
+        file.flush()
+
+
+class CsvWriter(_FileWriter):
+    """Writes the numbers of each record, without those of modules, as a line of a table.
+
+    Args:
+        path: of the file, which is replaced.
+    """
+
+    def write(self, record: MonitorRecord) -> None:
+        """Write a record."""
+        is_new = self._file is None
+        file = self._open()
+        table = csv.writer(file)
+        if is_new:
+            table.writerow(_COLUMNS)
+        table.writerow([getattr(record, name) for name in _COLUMNS])
+        file.flush()
+
+
+class TrackerWriter:
+    """Gives each record to an experiment tracker as numbers by name: a `wandb` or `trackio` run, or the module.
+
+    Args:
+        tracker: an object with `log(numbers, step=...)`, or `log_metrics` (`mlflow`, Lightning's loggers).
+        prefix: of the names.
+
+    Raises:
+        ArgumentError: it has neither method.
+
+    Example:
+        >>> class Run:
+        ...     def log(self, numbers, step):
+        ...         print(step, sorted(numbers)[:3])
+        >>> writer = TrackerWriter(Run())
+    """
+
+    def __init__(self, tracker: Any, prefix: str = "polyamp/") -> None:
+        log = getattr(tracker, "log_metrics", None) or getattr(tracker, "log", None)
+        if not callable(log):
+            raise ArgumentError(
+                "tracker must have log(numbers, step=...), as wandb and trackio have, or log_metrics, as mlflow has. "
+                f"Received: {describe_value(tracker)}."
+            )
+        self._log = log
+        self._prefix = prefix
+
+    def write(self, record: MonitorRecord) -> None:
+        """Log a record's numbers under its call."""
+        self._log({self._prefix + name: value for name, value in scalar_values(record)}, step=record.call)
+
+    def close(self) -> None:
+        """Do nothing: the run belongs to the user."""
+
+
+class TensorBoardWriter:
+    """Writes a record's numbers as scalars into TensorBoard's event files, through its own package.
+
+    Args:
+        folder: of the event files.
+
+    Raises:
+        ArgumentError: `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._events = _summary_writer(str(folder))
+        self._closed = False
+
+    def write(self, record: MonitorRecord) -> None:
+        """Write a record."""
+        for name, value in scalar_values(record):
+            self._events.add_scalar(f"polyamp/{name}", value, record.call)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if not self._closed:
+            self._events.close()
+        self._closed = True
+
+
+def scalar_values(record: MonitorRecord) -> Iterator[tuple[str, float]]:
+    """Yield a record's numbers with names such as `gradients/layers/0/underflow`."""
+    yield from (("loss", record.loss), ("grad_norm", record.grad_norm), ("loss_scale", record.scale))
+    yield "skipped", float(record.skipped)
+    if record.skips is not None:
+        yield "skips", float(record.skips)
+    for module in record.modules:
+        name = module.module or "model"
+        if module.update_ratio is not None:
+            yield f"update_ratio/{name}", module.update_ratio
+        for kind, stats in (("gradients", module.gradients), ("weights", module.weights)):
+            if stats is not None:
+                for share in ("zero", "underflow", "subnormal", "overflow", "norm"):
+                    yield f"{kind}/{name}/{share}", getattr(stats, share)
+
+
+def _summary_writer(folder: str) -> Any:
+    try:
+        from tensorboard.summary import Writer  # type: ignore[import-untyped]  # the package has no types
+    except ImportError as error:
+        raise ArgumentError(
+            "TensorBoardWriter needs the package tensorboard, which cannot be imported. Run: pip install tensorboard."
+        ) from error
+    return Writer(folder)
