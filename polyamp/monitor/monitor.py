@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from polyamp.errors import ArgumentError, describe_value
@@ -102,6 +103,7 @@ class Monitor:
         self._records: list[MonitorRecord] = []
         self._pending: list[_PendingRead] = []
         self._judge: ScaleJudge | None = None
+        self._header: MonitorHeader | None = None
         self._call = 0
         self._before: tuple[int, int] | None = None
         self._first: StepResult | None = None
@@ -188,6 +190,20 @@ class Monitor:
                 self._take(_PendingRead(source, begin + index + 1, one, skips))
         return self._records[known:]
 
+    def save(self, path: str | Path) -> Path:
+        """Draw all records to an .html or .png file (extra `parity`); see `polyamp.report_page.page_files.save_page`.
+
+        Raises:
+            ArgumentError: another suffix, or a path that cannot be written to; nothing was recorded.
+        """
+        from polyamp.monitor.monitor_page import monitor_page
+        from polyamp.report_page.page_files import save_page
+
+        records = self.records
+        if self._header is None:
+            raise ArgumentError("save: nothing was recorded yet. Run at least `every` steps first.")
+        return save_page(monitor_page(self._header, records), path)
+
     def close(self) -> None:
         """Read what is still on the device, and close the writers."""
         self.flush()
@@ -270,7 +286,7 @@ class Monitor:
 
     def _begin_writers(self, source: MonitorSource) -> None:
         policy = source.recipe.policy
-        header = MonitorHeader(
+        header = self._header = MonitorHeader(
             polyamp_monitor=FORMAT_VERSION,
             compute=policy.compute,
             policy=str(policy),

@@ -56,16 +56,16 @@ class ScaleJudge:
         scaler = self._scaler
         if not scaler.scales:
             return WordWithReason("settled", "the loss is not scaled")
+        if scaler.kind == "static":
+            return WordWithReason("settled", f"the scale is fixed at {point.scale:g}")
         before = self._last or ScalePoint(0, point.scale, 0)
         self._last = point
         fell = bool(point.skips) or point.scale < before.scale
         self._clean = 0 if fell else self._clean + point.call - before.call
         if point.scale > before.scale or (self._top is None and self._clean >= scaler.growth_interval):
             self._top = point.scale
-        if point.scale < SMALLEST_USEFUL and scaler.growth_factor > 1.0:
+        if point.scale < SMALLEST_USEFUL:
             return WordWithReason("sinking", f"the scale is {point.scale:g}, below 1")
-        if scaler.growth_factor == 1.0:
-            return WordWithReason("settled", f"the scale is fixed at {point.scale:g}")
         if self._top is None:
             clean = f"{self._clean} of {scaler.growth_interval} steps without an overflow, and no growth yet"
             return WordWithReason("searching", clean)

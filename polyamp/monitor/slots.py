@@ -89,9 +89,6 @@ class SlotFunctions(Protocol):
     def square_root(self, values: Any) -> Any:
         """Return the elementwise square root."""
 
-    def reduce(self, counts: Sequence[Any], squares: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return counts and sums of squares over all processes that hold parts of the arrays."""
-
 
 def collect_slots(
     selection: MonitorSelection,
@@ -128,7 +125,6 @@ def collect_slots(
     if selection.updates:
         moved = {name: after[name] - old for name, old in before.items() if selection.module_of(name) is not None}
         squares.append(_module_squares(selection, functions, modules, moved, before))
-    counts, squares = functions.reduce(counts, squares)
     found, norms = iter(counts), iter([functions.square_root(each) for each in squares])
     return MonitorSlots(
         read=read,

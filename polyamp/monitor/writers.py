@@ -129,17 +129,24 @@ class TrackerWriter:
 
 
 class TensorBoardWriter:
-    """Writes a record's numbers as scalars into TensorBoard's event files, through its own package.
+    """Writes a record's numbers as scalars into TensorBoard's event files.
 
     Args:
-        folder: of the event files.
+        target: the folder of the event files, for `tensorboard.summary.Writer` (which imports TensorFlow where it is
+            installed); or a `SummaryWriter` of torch or tensorboardX, or another object with
+            `add_scalar(name, value, step)`, `flush()` and `close()`.
 
     Raises:
-        ArgumentError: `tensorboard` is not installed.
+        ArgumentError: `target` is neither; or the package `tensorboard` is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._events = _summary_writer(str(folder))
+    def __init__(self, target: Any) -> None:
+        if not isinstance(target, str | os.PathLike) and not callable(getattr(target, "add_scalar", None)):
+            raise ArgumentError(
+                "target must be a folder, or an object with add_scalar(name, value, step) such as a SummaryWriter. "
+                f"Received: {describe_value(target)}."
+            )
+        self._events = _summary_writer(str(target)) if isinstance(target, str | os.PathLike) else target
         self._closed = False
 
     def write(self, record: MonitorRecord) -> None:

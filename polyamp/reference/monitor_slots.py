@@ -30,10 +30,6 @@ class ReferenceSlots:
         """Return the square root, float32."""
         return np.sqrt(values).astype(np.float32)
 
-    def reduce(self, counts: Sequence[Any], squares: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return them as they are."""
-        return list(counts), list(squares)
-
 
 def update_slots(
     selection: MonitorSelection,

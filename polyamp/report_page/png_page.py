@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from polyamp.report_page.page import MAX_ROWS, BarChart, Chart, CurveChart, HeatChart, ReportPage, has_values
+from polyamp.report_page.text_format import number as number_text
 from polyamp.report_page.text_format import plain, truncate_end, truncate_middle
 
 COLOURS: Final = ("#0b5cad", "#d9730d", "#12806f", "#7c3aed")
@@ -100,7 +101,11 @@ def _draw_curves(axes: Any, chart: CurveChart) -> None:
         axes.plot(chart.skipped, [0.02] * len(chart.skipped), "^", color="#333", transform=axes.get_xaxis_transform())
     known = [value for line in chart.lines for value in line.values if value is not None and math.isfinite(value)]
     if known and min(known) > 0 and max(known) > 100 * min(known):
+        from matplotlib.ticker import FuncFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
+        axes.tick_params(axis="y", which="minor", left=False, labelleft=False)
     axes.set_xlabel("step (triangle: skipped)" if chart.skipped else "step")
     axes.grid(axis="y", color="#d5dae1", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)

@@ -52,3 +52,12 @@ def number(value: float | None, digits: int = 3) -> str:
         return "not finite"
     whole = f"{value:.0f}" if abs(value) < 1e9 and float(value).is_integer() else ""
     return whole or f"{value:.{digits}g}"
+
+
+def count_text(count: int, word: str, plural: str = "") -> str:
+    """Return a count with its noun.
+
+    >>> count_text(1, "step"), count_text(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{count:,} {word if count == 1 else plural or word + 's'}"

@@ -188,3 +188,25 @@ def test_s08_the_loss_of_a_batch_without_any_label_is_0(accumulate_steps: int) -
     torch.testing.assert_close(numbers(model)[:2], before, rtol=0, atol=0)
     loss, _ = polyamp.value_and_grad(ignoring_loss)(state, batch)
     assert float(device.to_host(loss)) == 0.0
+
+
+def test_s35_a_monitor_reads_no_number_until_it_is_read() -> None:
+    chosen = recipe("mixed_float16")
+    monitor = polyamp.Monitor(every=2, weights=True)
+    state, host_monitor = polyamp.init(device.to_device(network()), chosen), polyamp.Monitor(every=2, weights=True)
+    host = polyamp.init(network(), chosen)
+    step = polyamp.train_step(loss_fn, chosen, monitor=monitor)
+    host_step = polyamp.train_step(loss_fn, chosen, monitor=host_monitor)
+    batch = on_device()
+    for number in range(2):
+        device.READS.clear()
+        state, _ = step(state, batch)
+        host, _ = host_step(host, HOST)
+        assert bool(device.READS) is (number == 0)
+    (found,), (wanted,) = monitor.records, host_monitor.records
+    assert [each.module for each in found.modules] == [each.module for each in wanted.modules]
+    for own, expected in zip(found.modules, wanted.modules, strict=True):
+        assert own.weights is not None
+        assert expected.weights is not None
+        assert own.weights.exponents == expected.weights.exponents
+        assert own.update_ratio == pytest.approx(expected.update_ratio, rel=2e-2)

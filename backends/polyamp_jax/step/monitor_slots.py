@@ -36,10 +36,6 @@ class JaxSlots:
         """Return the square root."""
         return jnp.sqrt(values)
 
-    def reduce(self, counts: Sequence[Any], squares: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return them as they are."""
-        return list(counts), list(squares)
-
 
 _FUNCTIONS: Final = JaxSlots()
 

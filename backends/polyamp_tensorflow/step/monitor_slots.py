@@ -34,10 +34,6 @@ class TensorFlowSlots:
         """Return the square root."""
         return tf.sqrt(values)
 
-    def reduce(self, counts: Sequence[Any], squares: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return them as they are."""
-        return list(counts), list(squares)
-
 
 _FUNCTIONS: Final = TensorFlowSlots()
 

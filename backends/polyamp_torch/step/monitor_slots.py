@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -11,6 +11,10 @@ from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlot
 
 if TYPE_CHECKING:
     from polyamp_torch.step.state import TorchState
+
+
+_SUMS: Final = ("gradients", "gradient_norms", "weights", "weight_norms", "update_norms")
+"""Fields of the slots that are sums over elements, norms as squares."""
 
 
 class MonitoredUpdate:
@@ -49,26 +53,39 @@ class MonitoredUpdate:
 
     @torch.no_grad()
     def finish(self, state: TorchState) -> MonitorSlots:
-        """Return the figures, after the update."""
+        """Return the figures, after the update; over all processes by one all-reduce, if these hold different parts."""
         assert self._slots is not None
-        if not self._selection.updates:
-            return self._slots
-        now = {name: p.detach() for name, p in state.parameters.items()}
-        only = self._selection._replace(gradients=False, weights=False)
-        rest = collect_slots(only, self._functions, {}, self._old, now, read=None, scale=None, carried=None)
-        return self._slots._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
+        found = self._slots
+        if self._selection.updates:
+            now = {name: p.detach() for name, p in state.parameters.items()}
+            only = self._selection._replace(gradients=False, weights=False)
+            rest = collect_slots(only, self._functions, {}, self._old, now, read=None, scale=None, carried=None)
+            found = found._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
+        sums = {name: getattr(found, name) for name in _SUMS if getattr(found, name) is not None}
+        if self._functions.parts and sums:
+            flat = torch.cat([each.reshape(-1) for each in sums.values()])
+            parts = torch.split(state.replicas.all_reduce_vector(flat), [each.numel() for each in sums.values()])
+            sums = {name: part.view_as(sums[name]) for name, part in zip(sums, parts, strict=True)}
+        whole = {
+            name: each.sqrt().float() if name.endswith("norms") else each.round().to(torch.int32)
+            for name, each in sums.items()
+        }
+        return found._replace(**whole)
 
 
 class TorchSlots:
-    """`SlotFunctions` for torch. Shards are counted where they are, and added up in one all-reduce.
+    """`SlotFunctions` for torch; shards are counted where they are.
 
     Args:
         state: whose parameters the arrays belong to.
+
+    Attributes:
+        parts: path -> what part of its local elements this process counts; empty if it has all of them.
     """
 
     def __init__(self, state: TorchState) -> None:
         self._state = state
-        self._parts = state.replicas.parts_by_name(state.parameters)
+        self.parts = state.replicas.parts_by_name(state.parameters)
 
     def exponent_counts(self, name: str, array: torch.Tensor) -> torch.Tensor:
         """Return how many elements have each exponent field; float64 while parts of several processes are counted."""
@@ -79,32 +96,20 @@ class TorchSlots:
         else:  # bincount would make the host wait
             counts = torch.zeros(EXPONENT_FIELDS, dtype=torch.int64, device=values.device)
             counts.scatter_add_(0, fields.long(), torch.ones_like(fields, dtype=torch.int64))
-        return (counts * self._parts[name] if name in self._parts else counts).to(self._state.device)
+        return (counts * self.parts[name] if name in self.parts else counts).to(self._state.device)
 
     def squares(self, name: str, array: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares, float64 scalar."""
         found: torch.Tensor = torch.linalg.vector_norm(self._local(array).reshape(-1), dtype=torch.float64).square()
-        return (found * self._parts[name] if name in self._parts else found).to(self._state.device)
+        return (found * self.parts[name] if name in self.parts else found).to(self._state.device)
 
     def stack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Stack tensors, as float64, in which counts are exact."""
         return torch.stack([value.double() for value in values])
 
     def square_root(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the square root, float32."""
-        return values.sqrt().float()
-
-    def reduce(
-        self, counts: Sequence[torch.Tensor], squares: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return counts and squares over all processes, by one all-reduce if these hold different parts."""
-        every = [*counts, *squares]
-        if self._parts and every:
-            flat = self._state.replicas.all_reduce_vector(torch.cat([each.reshape(-1) for each in every]))
-            parts = torch.split(flat, [each.numel() for each in every])
-            every = [part.view_as(each) for part, each in zip(parts, every, strict=True)]
-        whole = [each.round().to(torch.int32) for each in every[: len(counts)]]
-        return whole, every[len(counts) :]
+        """Return the squares themselves: their sum over the processes comes first."""
+        return values
 
     def _local(self, array: torch.Tensor) -> torch.Tensor:
         """Return the local part of a tensor, complex numbers as pairs of real ones."""

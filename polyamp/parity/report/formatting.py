@@ -19,6 +19,7 @@ from polyamp.parity.report_data import (
     OperationSite,
     SideValues,
 )
+from polyamp.report_page.text_format import count_text as count_text
 from polyamp.report_page.text_format import number as number
 from polyamp.report_page.text_format import plain as plain
 from polyamp.report_page.text_format import truncate_end as truncate_end
@@ -71,15 +72,6 @@ def join_words(words: list[str]) -> str:
     ('torch, jax and keras', 'jax', '')
     """
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
-def count_text(count: int, word: str, plural: str = "") -> str:
-    """Return a count with its noun.
-
-    >>> count_text(1, "step"), count_text(1200, "step")
-    ('1 step', '1,200 steps')
-    """
-    return f"{count:,} {word if count == 1 else plural or word + 's'}"
 
 
 def module(path: str) -> str:

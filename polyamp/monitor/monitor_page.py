@@ -1,0 +1,160 @@
+"""`monitor_page`: the page of a monitor's records, drawn by `polyamp.report_page`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from polyamp.float_formats import FORMATS
+from polyamp.monitor.records import MonitorHeader, MonitorRecord, TensorStats
+from polyamp.report_page.page import (
+    ChartLimit,
+    CurveChart,
+    CurveLine,
+    HeatChart,
+    Outcome,
+    PageSection,
+    PageTable,
+    ReportPage,
+)
+from polyamp.report_page.text_format import count_text
+
+MAX_POINTS: Final = 400
+"""Largest number of records in a chart: of more, every second, third, ... is drawn, and every skipped one."""
+_OUTCOMES: Final[dict[str, Outcome]] = {"settled": "agree", "searching": "unfinished", "sinking": "differ"}
+
+
+def monitor_page(header: MonitorHeader, records: Sequence[MonitorRecord]) -> ReportPage:
+    """Return the page; records are in order."""
+    if not records:
+        return ReportPage("unfinished", "no records", "Nothing was recorded", _meta(header, records), [])
+    last = records[-1]
+    sections = [_curves(records)]
+    if any(record.modules for record in records):
+        sections += _modules(header, records)
+    return ReportPage(
+        _OUTCOMES[last.word],
+        last.word,
+        f"After {count_text(last.call, 'step')}: {last.reason}",
+        _meta(header, records),
+        sections,
+    )
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage of three digits.
+
+    >>> percent(0.0), percent(0.12345), percent(1e-6), percent(1.0)
+    ('0', '12.3 %', '0.0001 %', '100 %')
+    """
+    return f"{100 * share:.3g} %" if share >= 1e-6 else ("0" if share == 0.0 else "< 0.0001 %")
+
+
+def _meta(header: MonitorHeader, records: Sequence[MonitorRecord]) -> str:
+    return f"{header.backend} · {header.policy} · {count_text(len(records), 'record')}, one every {header.every} steps"
+
+
+def _curves(records: Sequence[MonitorRecord]) -> PageSection:
+    stride = math.ceil(len(records) / MAX_POINTS)
+    chosen = [record for number, record in enumerate(records) if number % stride == 0 or record.skipped]
+    steps = [record.call for record in chosen]
+    skipped = [record.call for record in chosen if record.skipped]
+
+    def chart(title: str, values: Sequence[float]) -> CurveChart:
+        finite = [value if math.isfinite(value) else None for value in values]
+        return CurveChart(title, steps, [CurveLine(title, finite)], skipped)
+
+    known = [record.skips for record in records if record.skips is not None]
+    return PageSection(
+        "Curves",
+        [
+            f"{sum(known):,} of {records[-1].call:,} steps were skipped. A triangle on the axis marks a record of a "
+            "skipped step; a cross at the top a value that is not finite."
+        ],
+        [
+            chart("loss", [record.loss for record in chosen]),
+            chart("gradient norm", [record.grad_norm for record in chosen]),
+            chart("loss scale", [record.scale for record in chosen]),
+        ],
+    )
+
+
+def _modules(header: MonitorHeader, records: Sequence[MonitorRecord]) -> list[PageSection]:
+    last = next(record for record in reversed(records) if record.modules)
+    sections = [_exponents(header, last, kind) for kind in ("gradients", "weights")]
+    found = [section for section in sections if section is not None]
+    lost = _lost_shares(records)
+    if lost is not None:
+        found.append(lost)
+    rows = [
+        [
+            each.module or "(the model)",
+            *([percent(getattr(each.gradients, name)) for name in _SHARES] if each.gradients else ["-"] * len(_SHARES)),
+            f"{each.gradients.norm:.3g}" if each.gradients else "-",
+            "-" if each.update_ratio is None else f"{each.update_ratio:.2g}",
+        ]
+        for each in last.modules
+    ]
+    heading = ["module", *_SHARES, "gradient norm", "update / weight"]
+    caption = f"Gradients in call {last.call:,}, judged times the loss scale in {header.compute}"
+    return [*found, PageSection("Modules", [], [], [PageTable(caption, heading, rows)])]
+
+
+_SHARES: Final = ("zero", "underflow", "subnormal", "overflow")
+
+
+def _exponents(header: MonitorHeader, record: MonitorRecord, kind: str) -> PageSection | None:
+    """Return the histogram of exponents of every module in one record."""
+    named: list[tuple[str, TensorStats]] = [
+        (each.module, stats)
+        for each in record.modules
+        if (stats := getattr(each, kind)) is not None and stats.exponents
+    ]
+    if not named:
+        return None
+    form = FORMATS[header.compute]
+    normal, above = math.frexp(form.smallest_normal)[1] - 1, math.frexp(form.largest)[1]
+    low = min(stats.first_exponent for _, stats in named)
+    high = max(stats.first_exponent + len(stats.exponents) for _, stats in named)
+    low, high = max(min(low, normal - form.fraction_bits - 2), high - 90), max(high, above + 1)
+    shares = []
+    for _, stats in named:
+        own = dict(enumerate(stats.exponents, stats.first_exponent))
+        shares.append([own.get(exponent, 0) / stats.elements for exponent in range(low, high)])
+    limits = [
+        ChartLimit(float(place - low), text)
+        for place, text in (
+            (normal - form.fraction_bits - 1, f"below: zero in {header.compute}"),
+            (normal, "below: subnormal"),
+            (above, "from here: overflow"),
+        )
+        if low < place < high
+    ]
+    factor = f"times the loss scale, {record.scale:g}" if kind == "gradients" else "as they are stored"
+    chart = HeatChart(
+        f"{kind} of each module by binary exponent",
+        [module for module, _ in named],
+        [str(exponent) for exponent in range(low, high)],
+        shares,
+        "binary exponent",
+        limits,
+    )
+    return PageSection(f"Exponents of {kind}", [f"Call {record.call:,}, {factor}. Darker: more elements."], [chart])
+
+
+def _lost_shares(records: Sequence[MonitorRecord]) -> PageSection | None:
+    """Return the share of zeros and underflow of every module over time."""
+    timed = [record for record in records if any(each.gradients for each in record.modules)]
+    if len(timed) < 2:
+        return None
+    timed = timed[:: math.ceil(len(timed) / 60)]
+    modules = list(dict.fromkeys(each.module for record in timed for each in record.modules if each.gradients))
+    table = [{each.module: each.gradients for each in record.modules} for record in timed]
+    shares = [
+        [None if (stats := row.get(module)) is None else stats.zero + stats.underflow for row in table]
+        for module in modules
+    ]
+    title = "gradients that are zero in 16 bits, by module and call"
+    chart = HeatChart(title, modules, [f"{record.call:,}" for record in timed], shares, "call of the step")
+    return PageSection("Zeros over time", ["Darker: more of the module's gradients are zero or underflow."], [chart])

@@ -1,0 +1,103 @@
+"""Tables of a monitor's records for a terminal, and `LiveTableWriter`, which shows them while a training runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.monitor.monitor_page import percent
+from polyamp.monitor.records import MonitorRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_COLOURS: Final = {"settled": "green", "searching": "yellow", "sinking": "red"}
+
+
+def record_table(records: Sequence[MonitorRecord], *, most: int = 20) -> Table:
+    """Return a table of the last records, a line each."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("call", "updates", "loss", "gradient norm", "scale", "skips"):
+        table.add_column(name, justify="right")
+    table.add_column("word")
+    for record in records[-most:]:
+        skips = "?" if record.skips is None else f"{record.skips}"
+        table.add_row(
+            f"{record.call:,}",
+            f"{record.step:,}",
+            _number(record.loss),
+            _number(record.grad_norm),
+            f"{record.scale:g}",
+            f"{skips} (this one)" if record.skipped else skips,
+            f"[{_COLOURS[record.word]}]{record.word}[/]",
+        )
+    return table
+
+
+def module_table(record: MonitorRecord, *, most: int = 20) -> Table:
+    """Return a table of a record's modules: those that lose most, in the order of the model."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("module", overflow="fold")
+    for name in ("zero", "underflow", "subnormal", "overflow", "norm", "update / weight"):
+        table.add_column(name, justify="right")
+    order = sorted(range(len(record.modules)), key=lambda number: _loss_key(record, number), reverse=True)[:most]
+    for number in sorted(order):
+        each = record.modules[number]
+        stats = each.gradients
+        shares = [stats.zero, stats.underflow, stats.subnormal, stats.overflow] if stats is not None else []
+        table.add_row(
+            escape(each.module) or "(the model)",
+            *([percent(share) for share in shares] or ["-"] * 4),
+            "-" if stats is None else _number(stats.norm),
+            "-" if each.update_ratio is None else f"{each.update_ratio:.2g}",
+        )
+    return table
+
+
+class LiveTableWriter:
+    """Shows the last records in the terminal, and draws them again at each record.
+
+    Args:
+        most: number of records that are shown.
+        console: a `rich.console.Console`; standard output by default.
+    """
+
+    def __init__(self, most: int = 10, console: Console | None = None) -> None:
+        self._most = most
+        self._console = console
+        self._records: list[MonitorRecord] = []
+        self._live: Any = None
+
+    def write(self, record: MonitorRecord) -> None:
+        """Show a record."""
+        from rich.live import Live
+
+        self._records = [*self._records, record][-self._most :]
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(record_table(self._records, most=self._most), refresh=True)
+
+    def close(self) -> None:
+        """Leave the table as it is."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _loss_key(record: MonitorRecord, number: int) -> float:
+    stats = record.modules[number].gradients
+    return -1.0 if stats is None else stats.zero + stats.underflow + stats.overflow + 0.1 * stats.subnormal
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
