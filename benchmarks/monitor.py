@@ -21,7 +21,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[:1] = [str(ROOT), str(ROOT / "backends")]  # this folder's torch/ and jax/ are not the frameworks
 
-import polyamp
+import polyamp  # noqa: E402  # from the checkout, whose path stands above
 
 LAYERS, WIDTH, ROWS = 8, 512, 64
 ROUNDS, STEPS = 25, 4
