@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from polyamp.contract.casting_report import CastingReport
     from polyamp.contract.explain import explain
     from polyamp.contract.registry import BackendStatus, backends
+    from polyamp.diagnosis.diagnose import diagnose
     from polyamp.doctor.capabilities import capabilities
     from polyamp.doctor.device_capabilities import Capabilities
     from polyamp.errors import (
@@ -67,6 +68,7 @@ _EXPORTS = {
     "contract.explain": ("explain",),
     "contract.registry": ("BackendStatus", "backends"),
     "contract.casting_report": ("CastingReport",),
+    "diagnosis.diagnose": ("diagnose",),
     "doctor.capabilities": ("capabilities",),
     "doctor.device_capabilities": ("Capabilities",),
     "errors": (
@@ -146,6 +148,7 @@ __all__ = [
     "backends",
     "capabilities",
     "compare",
+    "diagnose",
     "dialect_report",
     "explain",
     "init",

@@ -1,4 +1,4 @@
-"""Commands `demo`, `parity` and `bench`; `port`, `doctor` and `monitor` are in files of their names.
+"""Commands `demo`, `parity` and `bench`; `port`, `doctor`, `monitor` and `diagnose` are in files of their names.
 
 Exit status: 0 success; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
 a command whose extra is not installed. Each command imports its dependencies when it runs. With `--json`, standard
@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import typer
 
 import polyamp
-from polyamp.cli import doctor, monitor, port, tables
+from polyamp.cli import diagnose, doctor, monitor, port, tables
 from polyamp.cli.console import exit_with_error, make_console
 from polyamp.demo import digits
 from polyamp.demo.comparison_report import DemoReport
@@ -38,6 +38,7 @@ _DEMO_PACKAGES: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 app.command()(port.port)
 app.command()(doctor.doctor)
 app.command()(monitor.monitor)
+app.command()(diagnose.diagnose)
 
 Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
 Policies = Annotated[

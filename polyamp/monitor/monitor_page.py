@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from polyamp.float_formats import FORMATS
+from polyamp.monitor.exponent_chart import exponent_chart
 from polyamp.monitor.records import MonitorHeader, MonitorRecord, TensorStats
 from polyamp.report_page.page import (
-    ChartLimit,
     CurveChart,
     CurveLine,
     HeatChart,
@@ -113,33 +112,8 @@ def _exponents(header: MonitorHeader, record: MonitorRecord, kind: str) -> PageS
     ]
     if not named:
         return None
-    form = FORMATS[header.compute]
-    normal, above = math.frexp(form.smallest_normal)[1] - 1, math.frexp(form.largest)[1]
-    low = min(stats.first_exponent for _, stats in named)
-    high = max(stats.first_exponent + len(stats.exponents) for _, stats in named)
-    low, high = max(min(low, normal - form.fraction_bits - 2), high - 90), max(high, above + 1)
-    shares = []
-    for _, stats in named:
-        own = dict(enumerate(stats.exponents, stats.first_exponent))
-        shares.append([own.get(exponent, 0) / stats.elements for exponent in range(low, high)])
-    limits = [
-        ChartLimit(float(place - low), text)
-        for place, text in (
-            (normal - form.fraction_bits - 1, f"below: zero in {header.compute}"),
-            (normal, "below: subnormal"),
-            (above, "from here: overflow"),
-        )
-        if low < place < high
-    ]
     factor = f"times the loss scale, {record.scale:g}" if kind == "gradients" else "as they are stored"
-    chart = HeatChart(
-        f"{kind} of each module by binary exponent",
-        [module for module, _ in named],
-        [str(exponent) for exponent in range(low, high)],
-        shares,
-        "binary exponent",
-        limits,
-    )
+    chart = exponent_chart(f"{kind} of each module by binary exponent", named, header.compute)
     return PageSection(f"Exponents of {kind}", [f"Call {record.call:,}, {factor}. Darker: more elements."], [chart])
 
 

@@ -1,0 +1,81 @@
+"""The command `polyamp diagnose`: which modules of a model must stay in float32."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+import polyamp
+from polyamp.cli.console import exit_with_error, make_console
+
+_NAMES: Final = ("model", "loss_fn", "batches", "recipe")
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batches, recipe.")]
+Save = Annotated[
+    list[Path] | None,
+    typer.Option("--save", metavar="PATH", help="Write the report as .html, .png or .json. Repeatable."),
+]
+Write = Annotated[
+    Path | None,
+    typer.Option("--write", metavar="PATH", help="Write the recipe with the overrides, as .toml or .json."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
+
+
+def diagnose(file: File, save: Save = None, write: Write = None, json: Json = False) -> None:
+    """Train a model in float32 and under its recipe's policy, and find the modules that must stay in float32.
+
+    The file runs in this process. Batches are a list; each is one update, and ten to fifty show most faults.
+
+    Exit status: 0 the policy works, as it is or with overrides; 1 it does not; 2 a wrong argument or file.
+    """
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    from polyamp.errors import PolyampError
+
+    console = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    try:
+        found = _definitions(file)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+            task = bars.add_task("training 1")
+            report = polyamp.diagnose(
+                found["model"],
+                found["loss_fn"],
+                found["batches"],
+                found["recipe"],
+                on_trial=lambda done, most: bars.update(task, description=f"training {done + 1}"),
+            )
+        paths = [report.save(path) for path in save or ()]
+        if write is not None:
+            report.recipe(found["recipe"]).dump(write)
+            paths.append(write)
+    except PolyampError as error:
+        exit_with_error(error)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(report.to_dict()).decode())
+    else:
+        typer.echo(str(report))
+        for path in paths:
+            typer.echo(f"wrote {path}")
+    raise typer.Exit(0 if report.outcome in ("fits", "overrides") else 1)
+
+
+def _definitions(file: Path) -> dict[str, Any]:
+    """Run the file and return what it defines."""
+    if not file.is_file():
+        exit_with_error(f"FILE must be a Python file. Received: {file}, which does not exist.")
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        found = runpy.run_path(str(file), run_name="__polyamp_diagnose__")
+    finally:
+        sys.path.pop(0)
+    absent = [name for name in _NAMES if name not in found]
+    if absent:
+        exit_with_error(f"FILE must define {', '.join(_NAMES)}. Received: {file}, without {', '.join(absent)}.")
+    return found

@@ -1,0 +1,36 @@
+"""`polyamp.diagnose` on a planted layer whose arithmetic does not fit float16: exactly this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import polyamp
+
+
+class Hot(keras.layers.Layer):
+    """Passes 65504 on the way to an output of usual size."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.relu(x * 300 * 1000) / 1000 / 300
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+
+def test_the_planted_layer_is_found() -> None:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16, "tanh", name=f"dense{number}") for number in range(5)]
+    model = keras.Sequential([keras.Input((16,)), *layers[:3], Hot(name="hot"), *layers[3:], keras.layers.Dense(4)])
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(32, 16)).astype(np.float32) for _ in range(6)]
+    batches = [{"x": x, "y": x[:, :4].argmax(-1)} for x in rows]
+    recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.adamw(3e-3))
+    before = [np.array(value) for value in model.get_weights()]
+    report = polyamp.diagnose(model, loss_fn, batches, recipe)
+    assert report.sensitive == ["hot"], str(report)
+    assert len(report.trials) <= 2 + 2 * np.log2(len(report.modules))
+    assert all(np.array_equal(one, other) for one, other in zip(before, model.get_weights(), strict=True))
