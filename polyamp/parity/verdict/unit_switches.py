@@ -6,8 +6,8 @@ passes the unit any more, is 0 on one side and not on the other. Zeros that both
 the loss does not take) are none, and neither are zeros of a model whose recorded operations have no such threshold.
 
 Where an activation is inside a layer on one side, no gradient with respect to its output is compared. There the switch
-shows in the output, and its effect in the columns of the layer's own gradients that belong to the switched units. Of an output with more elements than a sketch
-stores, a switch is seen where it is among the samples.
+shows in the output, and its effect in the columns of the layer's own gradients that belong to the switched units. Of an
+output with more elements than a sketch stores, a switch is seen where it is among the samples.
 """
 
 from __future__ import annotations
