@@ -4,17 +4,26 @@ A ReLU or a maximum passes a gradient on or stops it, and an input within roundi
 side of it. Such a unit shows: an element of the gradient with respect to an output, or of a gradient where no row
 passes the unit any more, is 0 on one side and not on the other. Zeros that both sides have (masks, padding, rows that
 the loss does not take) are none, and neither are zeros of a model whose recorded operations have no such threshold.
+
+Where an activation is inside a layer on one side, no gradient with respect to its output is compared. There the switch
+shows in the output, and its effect in the columns of the layer's own gradients that belong to the switched units. Of an
+output with more elements than a sketch stores, a switch is seen where it is among the samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.contract.casting_report import OperationCount
-from polyamp.parity.trace.sketch import Sketch
-from polyamp.parity.trace.trace import Trace
+from polyamp.parity.trace.sketch import Sketch, sample_indices
+from polyamp.parity.trace.trace import Entry, Trace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 _THRESHOLDS: Final = """
 relu relu6 prelu rrelu threshold hardtanh hardswish hardsigmoid hardshrink softshrink maximum minimum max min amax amin
@@ -43,10 +52,69 @@ class UnitSwitches:
         self.are_possible = not recorded or any(map(has_thresholds, recorded))
         self.share = 0.0
         self._roundoff = roundoff
+        self._columns: dict[str, set[int]] = {}
 
-    def begin_backward_pass(self) -> None:
+    def begin_step(self) -> None:
         """Forget what switched in the last step: its effect is in the parameters."""
         self.share = 0.0
+        self._columns = {}
+
+    def observe(self, entry: Entry, one: Sketch, two: Sketch, depth: int) -> None:
+        """Record a compared entry of a step, in program order.
+
+        Args:
+            entry: the first side's.
+            one, two: sketches of both sides.
+            depth: approximate number of roundings before.
+        """
+        module = entry.module
+        if entry.what.startswith("output"):
+            self._record_output(module, one, two, depth)
+        elif entry.what == "cotangent":
+            self._columns.pop(module, None)  # it shows the units themselves
+            self.record(one, two, depth)
+        elif entry.what == "gradient":
+            self.record(one, two, depth)
+            self._record_gradient(module.partition("#")[0], one, two)
+
+    def _record_output(self, module: str, one: Sketch, two: Sketch, depth: int) -> None:
+        """Record an output: which of the layer's units are off on one side alone, in some row.
+
+        Args:
+            module: path of the layer.
+            one, two: of both sides.
+            depth: approximate number of roundings before.
+        """
+        import numpy as np
+
+        if not self.are_possible or one.shape != two.shape or not one.shape:
+            return
+        switched = (one.samples() == 0.0) != (two.samples() == 0.0)
+        if 0 < int(np.count_nonzero(switched)) <= self._most(depth, switched.size):
+            self._columns[module] = {int(each) for each in _columns(one)[switched]}
+
+    def _record_gradient(self, module: str, one: Sketch, two: Sketch) -> None:
+        """Record the gradient of a parameter of a layer whose gradient with respect to the output is not compared.
+
+        `share` is from here on at least the norm of the difference in the columns of switched units, relative to the
+        whole, less what the other columns explain: a factor that all columns have is no switch.
+
+        Args:
+            module: path of the layer.
+            one, two: of both sides.
+        """
+        import numpy as np
+
+        columns = self._columns.get(module)
+        if not columns or one.shape != two.shape or not one.shape:
+            return
+        a, b = one.samples(), two.samples()
+        inside = np.isin(_columns(one), list(columns))
+        whole, rest = float(max(map(np.linalg.norm, (a, b)))), float(np.linalg.norm(a[~inside]))
+        if not rest:
+            return  # no column is left that would tell a switch from a fault
+        usual = float(np.linalg.norm((a - b)[~inside])) / rest * float(np.linalg.norm(a[inside]))
+        self.share = max(self.share, (float(np.linalg.norm((a - b)[inside])) - usual) / whole)
 
     def record(self, one: Sketch, two: Sketch, depth: int) -> None:
         """Record the gradients with respect to an output or a parameter.
@@ -66,9 +134,18 @@ class UnitSwitches:
         switched = (a == 0.0) != (b == 0.0)
         count = int(np.count_nonzero(switched))
         whole = float(max(np.linalg.norm(a), np.linalg.norm(b)))
-        most = _MAX_SHARE * rounding_share(self._roundoff, depth) * switched.size
-        if whole and count <= max(_FEW, most):
+        if whole and count <= self._most(depth, switched.size):
             self.share = max(self.share, float(np.linalg.norm((a - b)[switched])) / whole)
+
+    def _most(self, depth: int, size: int) -> float:
+        """Return how many of an array's elements rounding may switch."""
+        return max(_FEW, _MAX_SHARE * rounding_share(self._roundoff, depth) * size)
+
+
+def _columns(one: Sketch) -> Array:
+    """Return the index in the last axis of each stored element."""
+    indices: Array = sample_indices(one.size) % one.shape[-1]
+    return indices
 
 
 def rounding_share(roundoff: float, depth: float) -> float:

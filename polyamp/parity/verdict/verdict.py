@@ -157,7 +157,7 @@ class _PhaseComparison:
             {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
         )
         suspect: Divergence | None = None
-        self._switches.begin_backward_pass()
+        self._switches.begin_step()
         depth = 0
         allowed_gradients: dict[tuple[str, str], float] = {}
         last = ""
@@ -184,8 +184,8 @@ class _PhaseComparison:
             else:
                 floor = gradient_floor * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
                 depths = depth * (1 if entry.stage == "forward" else 2)
-                if entry.what in ("cotangent", "gradient") and other.sketch is not None:
-                    self._switches.record(entry.sketch, other.sketch, depths)
+                if other.sketch is not None:
+                    self._switches.observe(entry, entry.sketch, other.sketch, depths)
                 found = self._compare_before_activation(
                     entry, self._compare_arrays(entry, other, wide, depths, floor), ours, theirs, wide, depths
                 )

@@ -112,3 +112,52 @@ def test_gradients_times_a_factor_are_found_under_bfloat16(relu: bool) -> None:
 def test_a_unit_that_switched_on_one_side_explains_its_part_of_the_gradient() -> None:
     assert judged(side(True, 1.0, 0, 1), side(True, 1.0, 1, 2)).first is None
     assert judged(side(False, 1.0, 0, 1), side(False, 1.0, 1, 2)).first is not None
+
+
+def inside_a_layer(factor: float, lost: float, *, shown: bool = False) -> Comparison:
+    """A convolution with the ReLU inside on one side: a unit of column 3 switched, gradients of it `lost`, all times
+    `factor`."""
+    rng = np.random.default_rng(3)
+    output = np.maximum(rng.standard_normal((2, 5, 5, 12)), 0.0)
+    cotangent = np.where(output > 0, rng.standard_normal(output.shape), 0.0)
+    kernel = rng.standard_normal((3, 3, 2, 12))
+
+    def run(phase: str, switched: bool, by: float) -> PhaseTrace:
+        def entry(stage: Stage, what: str, array: Any, name: str = "") -> Entry:
+            made = sketch(np.asarray(array, "f4"), "float32")
+            return Entry(step=1, stage=stage, module="conv", what=what, name=name, sketch=made)
+
+        given, gradient = output.copy(), by * kernel
+        if switched:
+            given[0, 2, 2, 3] = 0.001
+            gradient[..., 3] *= 1.0 - lost
+        found = [entry("forward", "output", given), entry("backward", "gradient", gradient, "kernel")]
+        if shown:
+            found.insert(1, entry("backward", "cotangent", cotangent))
+        trace = Trace(side="", phase=phase, operations=operations("conv", "relu"))
+        return PhaseTrace(trace, lambda: found)
+
+    output[0, 2, 2, 3] = 0.0
+    ours = [run(FLOAT32, False, 1.0), run(POLICY, False, 1.0)]
+    return judged_convolution(ours, [run(FLOAT32, False, 1.0), run(POLICY, lost > 0, factor)])
+
+
+def judged_convolution(one: list[PhaseTrace], two: list[PhaseTrace]) -> Comparison:
+    phases = (Phase(name=FLOAT32, title=FLOAT32), Phase(name=POLICY, title="mixed_bfloat16"))
+    agreed = Alignment(modules={"conv": "conv", "": ""}, layer_kinds={"conv": "conv"})
+    runs = [(phase, *both) for phase, *both in zip(phases, one, two, strict=True)]
+    return compare_traces(("one", "two"), runs, agreed, (RECIPE, RECIPE))
+
+
+def test_a_unit_that_switched_inside_a_layer_explains_its_column() -> None:
+    assert inside_a_layer(1.0, 0.7).first is None
+    whole = inside_a_layer(1.0, 0.7, shown=True).first  # the gradient that reaches the output shows no switch
+    assert whole is not None
+    assert whole.what == "gradient"
+
+
+def test_a_factor_is_no_switch_inside_a_layer() -> None:
+    for lost in (0.0, 0.0001):
+        first = inside_a_layer(1.3, lost).first
+        assert first is not None
+        assert (first.what, first.phase) == ("gradient", "mixed_bfloat16")
