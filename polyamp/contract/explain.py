@@ -6,7 +6,7 @@ from typing import Any
 
 from polyamp import backend_lookup as lookup
 from polyamp.contract import registry
-from polyamp.contract.backend import HasOperationRules
+from polyamp.contract.backend import HasCastingReports
 from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
@@ -44,7 +44,7 @@ def explain(
         opaque: none
     """
     chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
-    if not isinstance(chosen, HasOperationRules):
+    if not isinstance(chosen, HasCastingReports):
         raise UnsupportedError(
             f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
         )
