@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from polyamp_torch.compat import fsdp_parameter_groups
 

@@ -76,13 +76,13 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> 
         )
     with _unchanged_generators():
         if not given:
-            run = _PassRecord(policy.plan(), {})
+            run = _CountMode(policy.plan(), {})
             return run.report(policy, wrap_function(target, policy.plan()), _copied(inputs), [], "cpu", strict)
         model = copy_model(given[0])
         plan = resolve_policy(model, policy)
         bound, device = PolicyModule(model, plan, module_device(model)), module_device(model)
         path = path_function(model)
-        run = _PassRecord(plan, {part: path(name) for name, part in model.named_modules()})
+        run = _CountMode(plan, {part: path(name) for name, part in model.named_modules()})
         arguments = _copied([bound if each is given[0] else each for each in inputs])
 
         def call(*args: Any) -> Any:
@@ -95,7 +95,7 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> 
             return run.report(policy, call, arguments, list(model.parameters()), device.type, strict)
 
 
-class _PassRecord(DispatchMode):  # type: ignore[misc]  # torch does not annotate it
+class _CountMode(DispatchMode):  # type: ignore[misc]  # torch does not annotate it
     """Mode that counts the operations of a pass.
 
     Args:
@@ -137,11 +137,11 @@ class _PassRecord(DispatchMode):  # type: ignore[misc]  # torch does not annotat
         result = func(*args, **kwargs)
         operands, results = _floating_dtypes((args, kwargs)), _floating_dtypes(result)
         spelled = func.overloadpacket.__name__
-        if spelled == "_to_copy":
+        name = spelled.strip("_")
+        if name == "to_copy":
             if operands and results and operands != results:
                 self._casts[operands[0], results[0]] += 1
             return result
-        name = spelled.strip("_")
         if name in _words(_DATA_MOVEMENT) or not results or func.namespace == "prim":
             return result
         dtypes = operands or results
