@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
+from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, LossError, PolyampError, UnsupportedError
@@ -193,6 +194,11 @@ class TorchBackend:
 
     def setting_of(self, state: Any, name: str) -> str | None:
         return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
+
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        from polyamp_torch.observe.torch_only.casting_reports import explain
+
+        return explain(target, policy, *inputs, strict=strict)
 
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)

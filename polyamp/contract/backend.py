@@ -195,12 +195,19 @@ class LossFunctions(Protocol):
 
 
 @runtime_checkable
-class HasOperationRules(Protocol):
-    """Optional protocol: a backend whose autocast has per-operation rules that it can change (`Policy.op_rules`) and
-    explain."""
+class HasCastingReports(Protocol):
+    """Optional protocol: a backend that says in which dtype each operation runs (`polyamp.explain`)."""
 
     def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
         """Return the casting report of `target(*inputs)`. With `strict`, raise for an operation without a rule."""
+
+
+@runtime_checkable
+class HasOperationRules(Protocol):
+    """Optional protocol: a backend whose autocast has per-operation rules that `Policy.op_rules` can change."""
+
+    changes_op_rules: bool
+    """Whether it can; True."""
 
 
 @runtime_checkable

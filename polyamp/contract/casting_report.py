@@ -18,8 +18,11 @@ class OperationCount(NamedTuple):
         dtype: its dtype; "float16, float32" if its operands differ.
         rule: the reason: an op list ("compute", "float32", "promote", "follow"), "override", "opaque", "unknown"
             (opaque because no list names it), "keep_precision", or "off" (the policy mixes no dtypes there). A word in
-            brackets names a special case.
+            brackets names a special case: "compute (uncast)" and "float32 (uncast)" ran in another dtype than their
+            list says (in torch: autocast was off around them, or torch's own code cast before them).
         count: number of operations; the body of a loop counts once.
+        direction: "forward"; in torch also "backward", and "recompute" for the forward operations that a backward pass
+            runs again (activation checkpointing).
     """
 
     module: str
@@ -27,6 +30,7 @@ class OperationCount(NamedTuple):
     dtype: str
     rule: str
     count: int  # type: ignore[assignment]  # hides tuple.count, which has no use here
+    direction: str = "forward"
 
 
 class CastCount(NamedTuple):
@@ -62,6 +66,14 @@ class CastingReport:
         """Those of `opaque` that no op list names, sorted."""
         return tuple(sorted({row.name for row in self.operations if row.rule == "unknown"}))
 
+    @property
+    def kept(self) -> tuple[OperationCount, ...]:
+        """Rows of the forward pass that ran in float32 alone although the policy computes in another dtype; `rule` is
+        the reason."""
+        if self.policy.compute == "float32":
+            return ()
+        return tuple(row for row in self.operations if row.dtype == "float32" and row.direction == "forward")
+
     def renamed(self, modules: Mapping[str, str]) -> CastingReport:
         """Return the report with other module paths, to compare models of two libraries; other paths stay."""
         rows = [row._replace(module=modules.get(row.module, row.module)) for row in self.operations]
@@ -92,11 +104,10 @@ class CastingReport:
     __hash__ = None  # type: ignore[assignment]  # compared by value, and not meant as a dictionary key
 
     def __str__(self) -> str:
-        lines = [
-            str(self.policy),
-            "",
-            *_format_table([("module", "operation", "dtype", "rule", "count"), *self.operations]),
-        ]
+        directions = any(row.direction != "forward" for row in self.operations)
+        table: list[Sequence[Any]] = [("module", "operation", "dtype", "rule", *["direction"][:directions], "count")]
+        table += [(*row[:4], *[row.direction][:directions], row.count) for row in self.operations]
+        lines = [str(self.policy), "", *_format_table(table)]
         casts = ", ".join(f"{cast.count} {cast.source} -> {cast.target}" for cast in self.casts) or "none"
         lines += ["", f"casts: {casts}", f"opaque: {', '.join(self.opaque) or 'none'}"]
         if self.unknown:

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyamp import backend_lookup as lookup
 from polyamp.contract import registry
-from polyamp.contract.backend import HasOperationRules
+from polyamp.contract.backend import HasCastingReports
 from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
@@ -18,7 +18,8 @@ def explain(
     """Report the dtype of each operation of `target(*inputs)` under a policy, and the rule that decided it.
 
     Args:
-        target: a function or a model, as for `policy.autocast`.
+        target: a function or a model, as for `policy.autocast`; in torch also `loss_fn`, with `model, batch` as inputs,
+            whose backward pass is listed too. torch runs it once, on copies of models and tensors; JAX traces it.
         policy: the policy, or its spelling.
         *inputs: the arguments; arrays of the framework, or its descriptions of array shapes.
         strict: raise for an operation that no op list names.
@@ -44,7 +45,7 @@ def explain(
         opaque: none
     """
     chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
-    if not isinstance(chosen, HasOperationRules):
+    if not isinstance(chosen, HasCastingReports):
         raise UnsupportedError(
             f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
         )

@@ -338,7 +338,7 @@ def check_supported(backend: Any, policy: Policy) -> Any:
     Raises:
         UnsupportedError: `op_rules`, on a backend without rules per operation.
     """
-    if policy.op_rules and not hasattr(backend, "explain"):
+    if policy.op_rules and not hasattr(backend, "changes_op_rules"):
         raise UnsupportedError(
             f"the {backend.name} backend of this version cannot change the rule of one operation. Received: op_rules="
             f"{dict(policy.op_rules)}. Use policy.replace(op_rules={{}}), and overrides= to keep a module in float32."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from polyamp_torch.compat import fsdp_parameter_groups
 
@@ -81,3 +82,14 @@ def broadcast_coalesced(group: Any, tensors: list[torch.Tensor]) -> None:
     """Broadcast the first process's tensors to a group in coalesced messages, as torch's engines send buffers."""
     coalesced: Any = vars(torch.distributed)["_broadcast_coalesced"]
     coalesced(group, tensors, 250 * 2**20, 0)
+
+
+def make_module_tracker(paths: dict[nn.Module, str]) -> Any:
+    """Return a context manager whose `parents` are the paths of the modules that run, in both passes, and "Global". It
+    survives checkpointing, unlike `torch.utils.module_tracker`; two private attributes hold its names."""
+    from torch.distributed._tools.mod_tracker import ModTracker
+
+    tracker: Any = ModTracker()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    tracker._known_modules.update(paths)
+    tracker._seen_modules.update(paths)
+    return tracker

@@ -56,6 +56,7 @@ def test_plain_data_goes_through_json() -> None:
         "dtype": "float16",
         "rule": "compute",
         "count": 2,
+        "direction": "forward",
     }
     assert data["casts"] == [{"source": "float32", "target": "float16", "count": 3}]
     assert (data["opaque"], data["unknown"]) == (["fft", "my_kernel"], ["my_kernel"])

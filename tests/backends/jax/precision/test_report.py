@@ -95,6 +95,7 @@ def test_the_report_is_plain_data_and_compares_by_value() -> None:
         "dtype": "float16",
         "rule": "compute",
         "count": 1,
+        "direction": "forward",
     }
     assert data["casts"][0] == {"source": "float16", "target": "float32", "count": 2}
     assert polyamp.Policy(**data["policy"]) == MIXED
