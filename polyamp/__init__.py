@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from polyamp.monitor.monitor import Monitor
+    from polyamp.nonfinite.find_nonfinite import find_nonfinite
+    from polyamp.nonfinite.replay import replay
     from polyamp.parity.compare import compare
     from polyamp.porting.port import port
     from polyamp.recipe import optimizers
@@ -77,6 +79,8 @@ _EXPORTS = {
         *("PolyampError", "PortError", "RecipeError", "ReplicaError", "StateError", "TraceError", "UnsupportedError"),
     ),
     "monitor.monitor": ("Monitor",),
+    "nonfinite.find_nonfinite": ("find_nonfinite",),
+    "nonfinite.replay": ("replay",),
     "parity.compare": ("compare",),
     "porting.port": ("port",),
     "recipe.dialects.dialect_report": ("DialectReport", "dialect_report"),
@@ -151,6 +155,7 @@ __all__ = [
     "diagnose",
     "dialect_report",
     "explain",
+    "find_nonfinite",
     "init",
     "losses",
     "no_decay",
@@ -159,6 +164,7 @@ __all__ = [
     "port",
     "porting",
     "refresh",
+    "replay",
     "restore",
     "save",
     "schedules",

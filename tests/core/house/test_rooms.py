@@ -80,7 +80,7 @@ CORE_FLOORS = (
     ("train", "losses", "doctor"),
     ("porting",),
     ("parity",),
-    ("diagnosis",),
+    ("diagnosis", "nonfinite"),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
     ("conformance", "demo", "reference"),
     ("cli",),

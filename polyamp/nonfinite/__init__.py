@@ -1,0 +1,1 @@
+"""Where a training becomes inf or NaN, and whether a step gives the same bits twice."""

@@ -1,0 +1,69 @@
+"""`polyamp.find_nonfinite` in Keras: planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp import losses
+from polyamp.nonfinite.report import NonfiniteReport
+
+
+class Middle(keras.layers.Layer):
+    def __init__(self, function: Callable[[Any], Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def plain(function: Callable[[Any], Any]) -> Any:
+    """Three layers, the middle one a function of the test."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, name="first"), Middle(function, name="middle"), keras.layers.Dense(3, name="head")]
+    return keras.Sequential([keras.Input((8,)), *layers])
+
+
+PLANTS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
+    "activations above 65504": (lambda x: (x * 300) * 3000, "Mul", True),
+    "a variance of zero": (lambda x: x / keras.ops.std(x - x, axis=-1, keepdims=True), "", False),
+    "exp of a large number": (lambda x: keras.ops.exp(x * 0 + 1000), "Exp", False),
+}
+RNG = np.random.default_rng(1)
+BATCH = {"x": RNG.normal(size=(4, 8)).astype(np.float32), "y": np.array([0, 1, 2, 0])}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+
+def found(model: Any, batch: Any = None, **options: Any) -> NonfiniteReport:
+    return polyamp.find_nonfinite(loss_fn, "mixed_float16", model, BATCH if batch is None else batch, **options)
+
+
+@pytest.mark.parametrize("name", list(PLANTS))
+def test_a_planted_fault_is_named(name: str) -> None:
+    function, operation, by_precision = PLANTS[name]
+    model = plain(function)
+    before = [np.array(value) for value in model.get_weights()]
+    report = found(model)
+    assert (report.origin, report.module) == ("forward", "middle"), str(report)
+    assert report.operation == operation or not operation, str(report)
+    assert report.by_precision is by_precision
+    assert all(np.array_equal(one, other) for one, other in zip(before, model.get_weights(), strict=True))
+
+
+def test_what_is_finite_bad_data_and_gradients_that_overflow() -> None:
+    assert found(plain(keras.ops.tanh)).origin == "none"
+    bad = {**BATCH, "x": np.where(np.arange(4)[:, None] == 2, np.nan, BATCH["x"])}
+    assert str(found(plain(keras.ops.tanh), bad)) == (
+        "The batch is not finite: 8 elements of batch['x']. This is no matter of precision."
+    )
+    report = found(plain(keras.ops.tanh), loss_scale=2.0**40)
+    assert (report.origin, report.by_precision) == ("backward", True)
