@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.display import html_table
 from polyamp.recipe.policy import Policy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class OperationCount(NamedTuple):
@@ -39,6 +42,19 @@ class CastCount(NamedTuple):
     source: str
     target: str
     count: int  # type: ignore[assignment]  # hides tuple.count, which has no use here
+
+
+class DtypeDifference(NamedTuple):
+    """Operations of one kind in one module that ran in other dtypes in two reports.
+
+    Attributes: as in `OperationCount`; `first` and `second` are the dtypes in the two reports, "" where there is none.
+    """
+
+    module: str
+    name: str
+    direction: str
+    first: str
+    second: str
 
 
 class CastingReport:
@@ -79,6 +95,36 @@ class CastingReport:
         rows = [row._replace(module=modules.get(row.module, row.module)) for row in self.operations]
         return CastingReport(self.policy, rows, self.casts)
 
+    def diff(self, other: CastingReport) -> list[DtypeDifference]:
+        """Return the operations that run in other dtypes in another report of the same program, in order.
+
+        Operations are compared by module, name and direction. Reports of two frameworks have other names; `renamed`
+        gives modules the other's paths.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, polyamp
+            >>> layer = lambda w, x: jnp.exp(x @ w)
+            >>> inputs = jnp.ones((2, 3)), jnp.ones((4, 2))
+            >>> one, two = (polyamp.explain(layer, name, *inputs) for name in ("mixed_float16", "mixed_bfloat16"))
+            >>> one.diff(two)
+            [DtypeDifference(module='', name='dot_general', direction='forward', first='float16', second='bfloat16')]
+        """
+        sides = [_dtypes_by_operation(report.operations) for report in (self, other)]
+        keys = dict.fromkeys([*sides[0], *sides[1]])
+        found = [DtypeDifference(*key, *(", ".join(side.get(key, ())) for side in sides)) for key in keys]
+        return [each for each in found if each.first != each.second]
+
+    def save(self, path: str | Path) -> Path:
+        """Draw the report to an .html or .png file (extra `parity`).
+
+        Raises:
+            ArgumentError: another suffix, or a path that cannot be written to.
+        """
+        from polyamp.contract.casting_page import casting_page
+        from polyamp.report_page.page_files import save_page
+
+        return save_page(casting_page(str(self.policy), self.operations, self.casts), path)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
         return {
@@ -116,6 +162,13 @@ class CastingReport:
 
     def __repr__(self) -> str:
         return f"CastingReport({len(self.operations)} rows; print it for the table)"
+
+
+def _dtypes_by_operation(rows: Sequence[OperationCount]) -> dict[tuple[str, str, str], tuple[str, ...]]:
+    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    for row in rows:
+        found.setdefault((row.module, row.name, row.direction), {})[row.dtype] = None
+    return {key: tuple(sorted(dtypes)) for key, dtypes in found.items()}
 
 
 def _format_table(rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -38,7 +38,7 @@ _SLOW: Final = 0.3
 """Seconds of the accumulation problem from which on a dtype may be too slow to be measured further."""
 _SLOW_FACTOR: Final = 20.0
 """Multiple of float32's time from which on it is; compilation, which is a part of both, is within this factor."""
-_LONGEST: Final = {True: 10.0, False: 30.0}
+_LONGEST: Final = {True: 10.0, False: 26.0}
 """Whether a device is a CPU -> seconds after which no convolution and no attention is begun on it: a GPU's compiler
 tries many kernels for each."""
 _LONGEST_PROBLEM: Final = 160

@@ -149,6 +149,7 @@ class Monitor:
         if self._first is None and self._before is None:
             self._first = result._replace(aux=None, monitor=None)
         if due:
+            _start_copies(result)
             self._pending.append(_PendingRead(monitor_source(state), self._call, result._replace(aux=None), None))
 
     def flush(self) -> None:
@@ -311,6 +312,14 @@ class Monitor:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _start_copies(result: StepResult) -> None:
+    """Begin to copy a result's arrays to the host, where the framework's arrays can do that without waiting (JAX)."""
+    for array in (*result, *(result.monitor or ())):
+        start = getattr(array, "copy_to_host_async", None)
+        if start is not None:
+            start()
 
 
 def monitor_source(state: Any) -> MonitorSource:
