@@ -166,3 +166,20 @@ def test_s35_it_is_switched_while_it_runs(backend: Backend, harness: Harness, mo
     assert [record.modules for record in monitor.records] == [[]] * 4
     with pytest.raises(ArgumentError, match=r"every must be a positive int\. Received: 0"):
         monitor.every = 0
+
+
+def test_s35_gradients_that_a_16_bit_pass_loses_are_seen(backend: Backend, harness: Harness, monitors: bool) -> None:
+    """At a scale of 1 the gradients of a small loss are lost, at a larger one they are not."""
+    if not monitors:
+        return
+    lost = []
+    for scale in (1.0, 2.0**14):
+        made = recipe("mixed_float16", scaler=polyamp.LossScaler.static(scale))
+        monitor = polyamp.Monitor(every=1, updates=False)
+        step = polyamp.train_step(loss_fn, made, monitor=monitor)
+        step(polyamp.init(harness.mlp(layers()), made), batch(0, gain=2.0**-22))
+        stats = [each.gradients for each in monitor.records[0].modules if each.gradients is not None]
+        lost.append([each.zero + each.underflow + each.subnormal for each in stats])
+        assert all(each.overflow == 0.0 for each in stats)
+    assert min(lost[0]) > 0.9
+    assert max(lost[1]) < 0.5
