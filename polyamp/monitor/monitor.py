@@ -120,6 +120,11 @@ class Monitor:
         self._every = value
 
     @property
+    def calls(self) -> int:
+        """Number of steps that were run, skipped ones included."""
+        return self._call
+
+    @property
     def records(self) -> list[MonitorRecord]:
         """All records so far. Reading it waits for the last step that is read."""
         self.flush()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState
 
 from polyamp.errors import GradientError
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.step_checks import check_options
 from polyamp.rules.stuck_scale import check_stuck
@@ -49,6 +50,10 @@ from polyamp_torch.own_loop.torch_only.scaler_state import ScalerState
 from polyamp_torch.own_loop.torch_only.sharded_gradients import RankAgreement, refuse_sharded
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciprocal
+
+if TYPE_CHECKING:
+    from polyamp.monitor.monitor import Monitor
+    from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 
 
 def native_scaler(scaler: LossScaler, **options: Any) -> GradScaler:
@@ -113,10 +118,19 @@ class GradScaler(ScalerState):
         self.skip = skip
         self._ranks = RankAgreement(process_group)
 
-    def watch(self, module: torch.nn.Module) -> GradScaler:
+    _monitoring: LoopMonitor | None = None
+
+    def watch(
+        self, module: torch.nn.Module, monitor: Monitor | None = None, policy: Policy | str = "mixed_float16"
+    ) -> GradScaler:
         """Name parameters in reports as `module.named_parameters()` does, and return the scaler. The reference is weak.
-        Optimizers built from `named_parameters()` have names without this call."""
+        Optimizers built from `named_parameters()` have names without this call. A `polyamp.Monitor` reads the loop's
+        steps (S35) under the policy that the loop computes in; an iteration ends with `update()`."""
         self._loop.names.add(module)
+        if monitor is not None:
+            from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor  # most loops have no monitor
+
+            self._monitoring = LoopMonitor(module, monitor, Policy.of(policy), self._scaler)
         return self
 
     @disable_compile  # a graph break under torch.compile, as with torch's: the hook would be retraced at every step
@@ -151,6 +165,8 @@ class GradScaler(ScalerState):
             return tensor
         loop, state = self._loop, self._state or self._start(tensor.device)
         loop.record_scale_call(state.scale)
+        if self._monitoring is not None:
+            self._monitoring.see_loss(tensor)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             loop.mark_shared()  # a CUDA graph replays the kernels, not this method
         wide = tensor.float() if tensor.dtype in HALF_TENSOR_DTYPES else tensor
@@ -251,6 +267,9 @@ class GradScaler(ScalerState):
             step = fused_step if has_found_inf_support(optimizer) else self._step_unfused
         if self._loop.ended:
             self._loop.evidence, self._loop.ended = [], False
+        if self._monitoring is not None:
+            carried = self._scale_of_gradients() if optimizer_state["stage"] is OptState.READY else None
+            self._monitoring.begin_step(self._require_state("step"), carried)
         with shield():
             result = step(optimizer, optimizer_state, args, kwargs)
         optimizer_state["stage"] = OptState.STEPPED
@@ -400,6 +419,8 @@ class GradScaler(ScalerState):
             loop.least = max(loop.least * self._backoff_factor, self._scaler.min_scale)
             if loop.ended:
                 loop.evidence = []
+        if self._monitoring is not None and loop.found is not None:
+            self._monitoring.end_iteration(self._require_state("update"), loop.found)
         self._per_optimizer_states = defaultdict(new_optimizer_record)
         loop.end_iteration(state.scale)
         if loop.watch.is_due(self._scaler):
