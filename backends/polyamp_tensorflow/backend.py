@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import tensorflow as tf
 
 from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
+from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import PolyampError
 from polyamp.porting.layouts.converter import Converter
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
@@ -84,6 +86,13 @@ class TensorFlowBackend:
         check_is_model(model)
         check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
         return TensorFlowState(model, recipe, self)
+
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        """Report the operations of `loss_fn(model, batch)`. An operation that no list names follows its inputs, so
+        that `strict` raises for none."""
+        from polyamp_tensorflow.observe.tensorflow_only.casting_reports import explain
+
+        return explain(self, target, policy, inputs)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         check_options(options, (*_STEP_OPTIONS, "monitor"), function="train_step", backend=self.name)

@@ -34,7 +34,13 @@ from polyamp_tensorflow.step.step import build_models
 Array = np.ndarray[Any, Any]
 
 
-def capture_pass(state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
+def capture_pass(
+    state: Any,
+    loss_fn: LossFunction,
+    batch: Any,
+    on_capture: CaptureCallback,
+    operations: OpDtypeRecorder | None = None,
+) -> PassRecord:
     """Run `value_and_grad(loss_fn, compile=False)` on the state, as in `Observer.capture_pass`.
 
     A `tf.function` of the user runs as Python. An output is the result of a layer's `call`, before a policy rounds it
@@ -55,7 +61,7 @@ def capture_pass(state: Any, loss_fn: LossFunction, batch: Any, on_capture: Capt
     scale = float(state.scale_state.scale) if state.recipe.loss_scaler.scales else 1.0
     replicas = len(state.strategy.extended.worker_devices) if has_several_replicas(state.strategy) else 1
     parts = ReplicaOutputs(on_capture, replicas, rows_per_replica(batch, replicas))
-    operations = OpDtypeRecorder(enabled=int(state.step) == 0)
+    operations = OpDtypeRecorder(enabled=int(state.step) == 0) if operations is None else operations
     probes = OutputProbes(parts.on_capture, scale, operations)
     with _preserve_state(state), _run_eagerly(), probes.install(model, holds.paths), _explain_float64_errors(state):
         run = state.backend.value_and_grad(probes.wrap_loss(loss_fn, model), compile=False)

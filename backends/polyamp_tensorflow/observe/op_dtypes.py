@@ -58,9 +58,13 @@ class OpDtypeRecorder:
 
     Args:
         enabled: False records nothing.
+
+    Attributes:
+        casts: (dtype, dtype) -> number of casts between floating dtypes.
     """
 
     def __init__(self, *, enabled: bool) -> None:
+        self.casts: Counter[tuple[str, str]] = Counter()
         self._enabled = enabled
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
         self._layers: list[tuple[str, str]] = []
@@ -96,6 +100,10 @@ class OpDtypeRecorder:
 
     def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:
         name = name.decode() if isinstance(name, bytes) else name
+        if name == "Cast":
+            source, target = _floating_dtypes(inputs), _floating_dtypes(outputs)
+            if source and target and source != target:
+                self.casts[source[0], target[0]] += 1
         if name in _DATA_MOVEMENT:
             return
         dtypes = _floating_dtypes(inputs) or _floating_dtypes(outputs)

@@ -1,0 +1,66 @@
+"""`explain`: the dtype of each operation of one forward pass of a Keras model, by layer, with the rule behind it.
+
+TensorFlow reports its operations as they run: after all casts, and inside Keras's own functions. A Keras policy acts on
+layers: a layer that is sensitive as a whole computes in float32 (S4), any other in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
+from polyamp.errors import UnsupportedError, describe_value
+from polyamp.float_formats import HALF_DTYPES
+from polyamp.recipe.optimizers import sgd
+from polyamp.recipe.overrides import deciding_glob
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
+from polyamp_tensorflow.models.layers import is_layer
+from polyamp_tensorflow.observe import capture
+from polyamp_tensorflow.observe.model_copy import model_copy
+from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
+
+
+def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
+    """Return the casting report of `loss_fn(model, batch)`; the model and its random streams stay as they are.
+
+    Args:
+        backend: this backend.
+        loss_fn: the loss function.
+        policy: the policy.
+        inputs: model and batch.
+
+    Raises:
+        UnsupportedError: other inputs, such as a model alone.
+    """
+    if len(inputs) != 2 or not is_layer(inputs[0]) or is_layer(loss_fn):
+        raise UnsupportedError(
+            "explain of Keras models takes a loss function, a policy, a model and a batch: polyamp.explain(loss_fn, "
+            f"policy, model, batch). Received: {describe_value(loss_fn)} and {len(inputs)} inputs."
+        )
+    model, batch = inputs
+    recorder = OpDtypeRecorder(enabled=True)
+    with model_copy(model, wide=False, inference=False) as twin:
+        recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
+        capture.capture_pass(backend.init(twin, recipe), loss_fn, batch, _ignore, recorder)
+    rows = [row._replace(rule=_rule(row, policy)) for row in recorder.rows()]
+    casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
+    return CastingReport(policy, rows, casts)
+
+
+def _rule(row: OperationCount, policy: Policy) -> str:
+    """Return the rule of a row in the words of `OperationCount`."""
+    if row.module and deciding_glob(policy.overrides, row.module) is not None:
+        return "override"
+    if policy.compute not in HALF_DTYPES:
+        return "off"
+    if row.rule == "compute":
+        return "compute" if row.dtype == policy.compute else "compute (uncast)"
+    if row.rule == "follow":
+        return "follow"
+    return "float32" if row.dtype == "float32" else "float32 (uncast)"
+
+
+def _ignore(path: str, what: str, array: Any, dtype: str) -> None:
+    """Ignore a captured array."""

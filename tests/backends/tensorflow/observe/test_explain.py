@@ -1,0 +1,71 @@
+"""`polyamp.explain` of Keras models: dtype and rule of each operation, by layer; casts; the model stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.errors import UnsupportedError
+
+
+class ByHand(keras.layers.Layer):
+    """A softmax by hand, in the dtype of its input."""
+
+    def call(self, x: Any) -> Any:
+        powers = tf.exp(x - tf.reduce_max(x, -1, keepdims=True))
+        return powers / tf.reduce_sum(powers, -1, keepdims=True)
+
+
+def model() -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.layers.Dense(8, name="first"),
+        keras.layers.BatchNormalization(name="norm"),
+        ByHand(name="hand"),
+        keras.layers.Dense(8, name="kept"),
+        keras.layers.Dense(3, name="head"),
+    ]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+BATCH = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, np.int64)}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+
+def test_each_operation_has_its_layer_dtype_and_rule() -> None:
+    made = model()
+    before = [np.array(value) for value in made.get_weights()]
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"kept": "float32"})
+    report = polyamp.explain(loss_fn, policy, made, BATCH)
+    rows = {(row.module, row.name): (row.dtype, row.rule) for row in report.operations}
+    assert rows["first", "MatMul"] == ("bfloat16", "compute")
+    assert rows["kept", "MatMul"] == ("float32", "override")
+    assert rows["head", "MatMul"] == ("bfloat16", "compute")
+    assert {dtype for (module, _), (dtype, _) in rows.items() if module == "norm"} == {"float32"}
+    assert rows["hand", "Exp"][0] == "bfloat16", "a softmax that the user wrote in 16 bits is seen"
+    assert ("float32", "bfloat16") in {(cast.source, cast.target) for cast in report.casts}
+    assert {row.module for row in report.kept} >= {"norm", "kept"}
+    assert all(np.array_equal(one, other) for one, other in zip(before, made.get_weights(), strict=True))
+
+
+def test_under_float32_nothing_is_cast_and_policies_are_compared() -> None:
+    one = polyamp.explain(loss_fn, "float32", model(), BATCH)
+    assert {row.dtype for row in one.operations} == {"float32"}
+    assert {row.rule for row in one.operations} == {"off"}
+    two = polyamp.explain(loss_fn, "mixed_bfloat16", model(), BATCH)
+    differs = {(row.module, row.name): (row.first, row.second) for row in one.diff(two)}
+    assert differs["first", "MatMul"] == ("float32", "bfloat16")
+    assert not any(module == "norm" for module, _ in differs)
+
+
+def test_a_model_alone_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"polyamp\.explain\(loss_fn, policy, model, batch\)"):
+        polyamp.explain(model(), "mixed_bfloat16", BATCH["x"])
