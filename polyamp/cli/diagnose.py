@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
 import polyamp
 from polyamp.cli.console import exit_with_error, make_console
+from polyamp.cli.python_file import run_file
 
 _NAMES: Final = ("model", "loss_fn", "batches", "recipe")
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batches, recipe.")]
@@ -39,7 +38,7 @@ def diagnose(file: File, save: Save = None, write: Write = None, json: Json = Fa
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     try:
-        found = _definitions(file)
+        found = run_file(file, _NAMES, "diagnose")
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
             task = bars.add_task("training 1")
             report = polyamp.diagnose(
@@ -64,18 +63,3 @@ def diagnose(file: File, save: Save = None, write: Write = None, json: Json = Fa
         for path in paths:
             typer.echo(f"wrote {path}")
     raise typer.Exit(0 if report.outcome in ("fits", "overrides") else 1)
-
-
-def _definitions(file: Path) -> dict[str, Any]:
-    """Run the file and return what it defines."""
-    if not file.is_file():
-        exit_with_error(f"FILE must be a Python file. Received: {file}, which does not exist.")
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        found = runpy.run_path(str(file), run_name="__polyamp_diagnose__")
-    finally:
-        sys.path.pop(0)
-    absent = [name for name in _NAMES if name not in found]
-    if absent:
-        exit_with_error(f"FILE must define {', '.join(_NAMES)}. Received: {file}, without {', '.join(absent)}.")
-    return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -11,6 +9,7 @@ import typer
 
 import polyamp
 from polyamp.cli.console import exit_with_error
+from polyamp.cli.python_file import run_file
 
 _NAMES: Final = ("model", "loss_fn", "batch")
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batch.")]
@@ -38,7 +37,7 @@ def explain(file: File, policy: Name = None, diff: Diff = None, save: Save = Non
 
     from polyamp.errors import PolyampError
 
-    found = _definitions(file)
+    found = run_file(file, _NAMES, "explain")
     named = diff or (policy or found.get("policy", "mixed_float16"),)
     try:
         reports = [
@@ -64,18 +63,3 @@ def _diff_text(names: tuple[str, str], rows: Any) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(map(str.rstrip, lines))
-
-
-def _definitions(file: Path) -> dict[str, Any]:
-    """Run the file and return what it defines."""
-    if not file.is_file():
-        exit_with_error(f"FILE must be a Python file. Received: {file}, which does not exist.")
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        found = runpy.run_path(str(file), run_name="__polyamp_explain__")
-    finally:
-        sys.path.pop(0)
-    absent = [name for name in _NAMES if name not in found]
-    if absent:
-        exit_with_error(f"FILE must define {', '.join(_NAMES)}. Received: {file}, without {', '.join(absent)}.")
-    return found

@@ -10,14 +10,24 @@ from polyamp.diagnosis.report_data import DiagnoseFindings, DiagnosisTrial
 from polyamp.monitor.exponent_chart import exponent_chart
 from polyamp.monitor.monitor_page import percent
 from polyamp.monitor.records import TensorStats
-from polyamp.report_page.page import CurveChart, CurveLine, PageSection, PageTable, ReportPage
+from polyamp.report_page.page import CurveChart, CurveLine, Outcome, PageSection, PageTable, ReportPage
 
 MAX_DRAWN: Final = 40
 """Largest number of modules in a chart."""
 _LEAST_LISTED: Final = 0.001
 """Share of a module's numbers that do not fit from which on it stands in the table."""
-_OUTCOMES = {"fits": "agree", "overrides": "unfinished", "outside": "differ", "float32": "differ"}
-_WORDS = {"fits": "fits", "overrides": "with overrides", "outside": "outside of modules", "float32": "float32 fails"}
+_OUTCOMES: Final[dict[str, Outcome]] = {
+    "fits": "agree",
+    "overrides": "unfinished",
+    "outside": "differ",
+    "float32": "differ",
+}
+_WORDS: Final = {
+    "fits": "fits",
+    "overrides": "with overrides",
+    "outside": "outside of modules",
+    "float32": "float32 fails",
+}
 
 
 def diagnose_page(report: DiagnoseFindings) -> ReportPage:
@@ -26,7 +36,7 @@ def diagnose_page(report: DiagnoseFindings) -> ReportPage:
     sections += [_magnitudes(report, kind) for kind in ("activations", "cotangents", "gradients", "weights")]
     sections.append(_trials(report))
     return ReportPage(
-        _OUTCOMES[report.outcome],  # type: ignore[arg-type]  # one of the three
+        _OUTCOMES[report.outcome],
         _WORDS[report.outcome],
         report.verdict(),
         f"{report.backend} · {report.policy} · {report.updates} updates",

@@ -11,7 +11,7 @@ import numpy as np
 from polyamp.contract.backend import Backend
 from polyamp.diagnosis.report_data import DiagnosisTrial, overrides_of
 from polyamp.errors import LossScaleStuckError, UnsupportedError
-from polyamp.monitor.slots import EXPONENT_FIELDS
+from polyamp.monitor.exponents import exponent_counts
 from polyamp.parity.trace.observer import HasObserver, Observer
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -170,13 +170,6 @@ def loss_distance(losses: Sequence[float], reference: Sequence[float]) -> float:
     least = abs(reference[0]) / 20 or 1e-12
     pairs = zip(losses, reference, strict=True)
     return max(abs(one - other) / max(abs(other), least) for one, other in pairs)
-
-
-def exponent_counts(array: Array) -> Array:
-    """Return the number of elements with each float32 exponent field, shape (256,)."""
-    fields = (np.ascontiguousarray(array, np.float32).reshape(-1).view(np.int32) >> 23) & (EXPONENT_FIELDS - 1)
-    counts: Array = np.bincount(fields, minlength=EXPONENT_FIELDS)
-    return counts
 
 
 def largest_magnitude(array: Array) -> float:

@@ -59,3 +59,12 @@ def tensor_stats(counts: np.ndarray[Any, Any], norm: float, compute: str, factor
         first_exponent=first,
         exponents=[exponents.get(exponent, 0) for exponent in range(first, last + 1)],
     )
+
+
+def exponent_counts(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the number of a NumPy array's elements with each float32 exponent field, shape (256,)."""
+    import numpy as np
+
+    fields = (np.ascontiguousarray(array, np.float32).reshape(-1).view(np.int32) >> 23) & (EXPONENT_FIELDS - 1)
+    counts: np.ndarray[Any, Any] = np.bincount(fields, minlength=EXPONENT_FIELDS)
+    return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -254,7 +255,7 @@ class Monitor:
         )
         self._records.append(record)
         for writer in tuple(self._writers):
-            self._attempt(writer, lambda writer=writer: writer.write(record))  # type: ignore[misc]  # a bound default
+            self._attempt(writer, functools.partial(writer.write, record))
 
     def _count_skips(self, call: int, step: int, number: Callable[[Any], float]) -> int | None:
         """Return the number of skips since the last record, from the numbers of calls and of updates."""
@@ -302,7 +303,7 @@ class Monitor:
         for writer in tuple(self._writers):
             begin = getattr(writer, "begin", None)
             if begin is not None:
-                self._attempt(writer, lambda begin=begin: begin(header))  # type: ignore[misc]  # a bound default
+                self._attempt(writer, functools.partial(begin, header))
 
     def _attempt(self, writer: MonitorWriter, action: Callable[[], None]) -> None:
         """Run a writer's method; one that fails, because the disk is full, is left out from then on."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, collect_slots
+from polyamp.monitor.exponents import exponent_counts
+from polyamp.monitor.slots import MonitorSelection, MonitorSlots, collect_slots
 
 
 class ReferenceSlots:
@@ -15,8 +16,7 @@ class ReferenceSlots:
 
     def exponent_counts(self, name: str, array: Any) -> Any:
         """Return how many elements have each exponent field."""
-        fields = (np.ascontiguousarray(array, np.float32).reshape(-1).view(np.int32) >> 23) & (EXPONENT_FIELDS - 1)
-        return np.bincount(fields, minlength=EXPONENT_FIELDS).astype(np.int32)
+        return exponent_counts(array).astype(np.int32)
 
     def squares(self, name: str, array: Any) -> Any:
         """Return the sum of squares, float64."""

@@ -71,6 +71,7 @@ def stuck_message(skips: int, scaler: LossScaler, names: Iterable[str], *, where
         f"{skips} steps in a row were skipped although the loss scale is at its floor of {scaler.min_scale:g}: the "
         f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}. Look for a "
         f"division by zero, a log of zero or a mask of -inf in {where}, or lower the learning rate; "
+        "polyamp.find_nonfinite(loss_fn, policy, model, batch) names the first operation that is not finite. "
         "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
     )
 
