@@ -21,7 +21,6 @@ _HALF: Final[dict[str, Any]] = {"DTYPE": "float16", "KIND": "sgd"}
 _BACKWARD: Final = "(loss if scaler is None else scaler.scale(loss)).backward()\n"
 _UNSCALE: Final = "        scaler.unscale_(optimizer)\n"
 _APPLY: Final = "        scaler.step(optimizer)\n        scaler.update()\n"
-_BOTH: Final = ANY._replace(step=(1, 2))
 TORCH: Final = (
     loop("vae", "torch torch", "dampened momentum", "~dampen|~momentum|factor|formula", None, _BRAIN, (("momentum=MOMENTUM, weight_decay=DECAY)", "momentum=MOMENTUM, weight_decay=DECAY, dampening=0.5)"),), LATER, policy=BRAIN),
     loop("seq2seq", "torch torch", "clipped by the largest element", "~clip|factor", {**_SGD, "clip_norm": 0.05}, {**_BRAIN, "CLIP": 0.05}, (("clip_grad_norm_(parameters, CLIP)", 'clip_grad_norm_(parameters, CLIP, norm_type=float("inf"))'),), policy=BRAIN),
@@ -35,11 +34,8 @@ TORCH: Final = (
 )  # fmt: skip
 NNX: Final = (
     loop("recommender", "nnx nnx", "no bias correction", "~bias.correction", _ADAMW, {"DTYPE": "bfloat16"}, (("optax.adamw(rate, *BETAS, EPSILON, weight_decay=DECAY, mask=is_decayed if GROUPS else None)", "optax.chain(_scale(), optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(rate))"), ("def begin(", "def _scale() -> Any:\n    right = optax.scale_by_adam(*BETAS, EPSILON)\n\n    def update(g: Any, s: Any, p: Any = None) -> Any:\n        _, s = right.update(g, s, p)\n        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + EPSILON), s.mu, s.nu), s\n\n    return optax.GradientTransformation(right.init, update)\n\n\ndef begin(")), policy=CAST),
-    loop("tagger", "nnx nnx", "clipped per parameter", "~per parameter|~each parameter", None, {**_BRAIN, "CLIP": 0.05}, (("    norm = optax.global_norm(gradients)\n", ""), ("CLIP / (norm + 1e-6)", "CLIP / (jnp.linalg.norm(g.ravel()) + 1e-6)")), policy=CAST),
     loop("encoder", "nnx nnx", "plain momentum for Nesterov's", "~nesterov", {"optimizer": sgd(1e-2, momentum=0.9, weight_decay=0.1, nesterov=True)}, _BRAIN, (), policy=CAST),
-    loop("vae", "nnx nnx", "micro-batches not divided", "~accumul|~micro|factor", {**_SGD, "accumulate_steps": 4}, {**_BRAIN, "PARTS": 4}, (("lambda g: g / PARTS", "lambda g: g"),), policy=CAST),
     loop("decoder", "nnx nnx", "unscaled by half of the scale", "~scal|factor", None, _HALF, (("lambda g: g / scale, gradients", "lambda g: g / 2.0**9, gradients"),), policy=CAST_HALF),
-    loop("recommender", "nnx nnx", "backed off by 4 for 2", "~scal|~back", _HIGH, {**_HALF, "SCALE": 2.0**24}, (("jnp.where(finite, scale, 0.5 * scale)", "jnp.where(finite, scale, 0.25 * scale)"),), _BOTH, policy=CAST_HALF),
 )  # fmt: skip
 PLANTS: Final = (*TORCH, *NNX)
 """All of them."""

@@ -12,7 +12,6 @@ _C: Final = "convnet"
 UNET: Final = (
     fault(_U, "torch nnx", "formula", "angles in turns of 2 pi", "time1", ("angles = times[:, None] * rates", "angles = 6.283185307179586 * times[:, None] * rates")),
     fault(_U, "torch torch", "formula", "convolved before it is made larger", "larger up up/norm1 up/shortcut", ('self.larger(functional.interpolate(x, scale_factor=2.0, mode="nearest"))', 'functional.interpolate(self.larger(x), scale_factor=2.0, mode="nearest")'), says="formula|layout|missing", under=BRAIN),
-    fault(_U, "torch nnx", "epsilon", "1e-4 in the last norm", "norm", ("self.norm = nnx.GroupNorm(WIDTH, GROUPS, epsilon=1e-6,", "self.norm = nnx.GroupNorm(WIDTH, GROUPS, epsilon=1e-4,")),
     fault(_U, "nnx torch", "formula", "SiLU before the first norms", "down/norm1 down", ("h = self.conv1(functional.silu(self.norm1(x)))", "h = self.conv1(self.norm1(functional.silu(x)))")),
     fault(_U, "torch torch", "formula", "averages of pairs for a stride of 2", "smaller middle middle/norm1 middle/shortcut", ("self.smaller = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)", "self.smaller = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)"), ("self.middle(self.smaller(skip), t)", "self.middle(functional.avg_pool2d(self.smaller(skip), 2), t)"), says="formula|layout|~stride"),
     fault(_U, "nnx nnx", "formula", "SiLU taken twice", "down/time", ("self.time(jax.nn.silu(t))", "self.time(jax.nn.silu(jax.nn.silu(t)))")),

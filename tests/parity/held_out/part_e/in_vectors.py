@@ -17,7 +17,7 @@ TAGGER: Final = (
     fault(_T, "nnx nnx", "formula", "update gate for the reset gate", _CELL, ("n_in + r * self.candidate(h)", "n_in + z * self.candidate(h)")),
     fault(_T, "torch torch", "stopped", "backward cell frozen", "backwards backwards/*", ("torch.stack(behind, 1)]", "torch.stack(behind, 1).detach()]"), stage="backward"),
     fault(_T, "torch nnx", "loss", "softmax over the places", "loss", ("jax.nn.log_softmax(logits)", "jax.nn.log_softmax(logits, 1)"), says="formula"),
-    fault(_T, "nnx torch", "epsilon", "BERT's 1e-12 for 1e-5", "norm", ("eps=1e-5", "eps=1e-12"), under=HALF),
+    fault(_T, "nnx torch", "epsilon", "BERT's 1e-12 for 1e-5", "norm", ("eps=1e-5", "eps=1e-12")),
     carried(_T, "torch torch", "directions exchanged in the head's columns", "head", r"^head/weight", lambda x: x.reshape(7, 2, 7)[:, ::-1].reshape(7, 14)),
 )  # fmt: skip
 VAE: Final = (
@@ -27,16 +27,13 @@ VAE: Final = (
     fault(_V, "torch torch", "formula", "ELU of the code", "decoder1 decoder2", ("functional.elu(self.decoder1(code))", "self.decoder1(functional.elu(code))")),
     fault(_V, "torch nnx", "loss", "divergence the other way round", "loss", ("divergence = -0.5 * (1.0 + log_variance - jnp.square(mean) - jnp.exp(log_variance))", "divergence = 0.5 * (log_variance + (1.0 + jnp.square(mean)) * jnp.exp(-log_variance) - 1.0)"), says="formula", under=HALF),
     fault(_V, "torch keras", "halved", "log-variance's input without a gradient", "norm", ('layers.Dense(CODE, name="log_variance")(h)', 'layers.Dense(CODE, name="log_variance")(ops.stop_gradient(h))'), stage="backward"),
-    carried(_V, "torch nnx", "pixels in the other order", "encoder", r"^encoder/kernel", lambda x: x[::-1]),
 )  # fmt: skip
 RECOMMENDER: Final = (
     fault(_R, "torch nnx", "formula", "features brought to mean 0 and deviation 1 of the batch", "bottom1", ('dense = jnp.log1p(batch["dense"])', 'dense = (batch["dense"] - batch["dense"].mean(0)) / batch["dense"].std(0)')),
     fault(_R, "torch torch", "formula", "sigmoid for the dense vector's ReLU", "top1", ("x = functional.relu(self.bottom2(", "x = torch.sigmoid(self.bottom2("), under=BRAIN),
     fault(_R, "torch keras", "formula", "first column for all tables", "tables/1 tables/2 top1", ('name=f"tables_{number}")(categories[:, number])', 'name=f"tables_{number}")(ops.mod(categories[:, 0], size))'), says="formula|layout"),
     fault(_R, "nnx torch", "formula", "logits not below 0", "- top3", ("return self.top3(y)[:, 0]", "return functional.relu(self.top3(y)[:, 0])"), under=HALF),
-    fault(_R, "torch torch", "loss", "logits divided by 2", "loss", ("model(batch).float(),", "model(batch).float() / 2.0,"), says="formula|factor"),
     fault(_R, "torch nnx", "stopped", "dense vector frozen", "bottom2", ("x = jax.nn.relu(self.bottom2(jax.nn.relu(self.bottom1(dense))))", "x = jax.lax.stop_gradient(jax.nn.relu(self.bottom2(jax.nn.relu(self.bottom1(dense)))))"), stage="backward"),
-    carried(_R, "torch keras", "features in the other order", "bottom1", r"^bottom1/kernel", lambda x: x[::-1]),
 )  # fmt: skip
 PLANTS: Final = (*TAGGER, *VAE, *RECOMMENDER)
 """All of them."""
