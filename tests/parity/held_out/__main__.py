@@ -4,8 +4,8 @@
 
 Before a fault was run it was written down where it must be named and as what. `--log` keeps a line of JSON for each, so
 that a run that was cut off after `--seconds` goes on; `--kept` keeps the traces, which are judged anew when a folder
-has them. Half A is for mending, half B was for one end, parts C, D and E, which were written apart, each for a later one;
-`--list` says how many there are, and not which. `--write` puts the log's table into
+has them. Half A is for mending, half B was for one end, parts C, D and E, which were written apart, each for a later
+one; `--list` says how many there are, and not which. `--write` puts the log's table into
 docs/measurements/parity_faults.md. Not part of `make test`, which runs a few of half A.
 """
 

@@ -147,10 +147,10 @@ _OF_PART_D: Final = (
     "that changed no number were replaced. What counts as found is as above.",
 )
 _OF_PART_E: Final = (
-    "The faults and clean pairs of part E were written after part D's had been looked at, while causes were mended, apart,",
-    "without the rules being read: the eight families in further sizes, other places and for the most part other faults.",
-    "As in part D a fault counts as one of the dtype only where a softmax, a norm or a loss is in 16 bits and the other",
-    "side has it in float32. Both sides of each fault and clean pair were trained without a comparison first, and faults",
-    "that changed no number, or less than the policy's 16 bits round, were replaced. What counts as found is as above.",
+    "The faults and clean pairs of part E were written after part D's had been looked at, apart, without the rules",
+    "being read: the eight families in further sizes, and for the most part faults that no part before has; 26 of 100",
+    "are in loops written by hand, and 35 under 16 bits. Dtypes count as in part D. Both sides of each fault and clean",
+    "pair were trained without a comparison first, and faults that changed no number, or only what the policy's 16",
+    "bits round, were replaced. What counts as found is as above.",
 )
 _WORDS: Final = {"C": _OF_PART_C, "D": _OF_PART_D, "E": _OF_PART_E}

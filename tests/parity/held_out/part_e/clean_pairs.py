@@ -13,7 +13,10 @@ from tests.parity.held_out.part_e.variants import side
 
 _POLICIES: Final = (HALF, BRAIN, CAST)
 _OPTIMIZERS: Final[tuple[dict[str, Any], ...]] = (
-    {"optimizer": adamw(schedules.inverse_sqrt(5e-3, 2), betas=(0.85, 0.98), weight_decay=0.02), "clip_norm": 0.3},
+    {
+        "optimizer": adamw(schedules.inverse_sqrt(5e-3, 2, start=1e-3), betas=(0.85, 0.98), weight_decay=0.02),
+        "clip_norm": 0.3,
+    },
     {"optimizer": sgd(schedules.polynomial(0.05, 4, power=2.0), momentum=0.7, nesterov=True, weight_decay=1e-3)},
     {"optimizer": adam(1e-3, betas=(0.5, 0.99), groups=no_decay("bias"), weight_decay=0.02)},
     {"optimizer": rmsprop(2e-3, alpha=0.95, weight_decay=1e-2)},

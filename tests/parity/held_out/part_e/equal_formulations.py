@@ -38,7 +38,6 @@ ALL_POLICIES: Final[tuple[tuple[str, str, str, tuple[Edit, ...]], ...]] = (
     ("tagger", "torch", "likelihood of the log-softmax", (('functional.cross_entropy(logits.transpose(1, 2), tags, reduction="none")', 'functional.nll_loss(logits.log_softmax(-1).transpose(1, 2), tags, reduction="none")'),)),
     ("tagger", "nnx", "optax's loss", (("from flax import nnx\n", "import optax\nfrom flax import nnx\n"), ("losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), tags[..., None], -1)[..., 0]", "losses = optax.softmax_cross_entropy_with_integer_labels(logits, tags)"))),
     ("vae", "torch", "norm as a function", (("self.norm(self.encoder(batch[\"x\"]))", "functional.layer_norm(self.encoder(batch[\"x\"]), (HIDDEN,), self.norm.weight, self.norm.bias, 1e-5)"),)),
-    ("vae", "keras", "tanh outside of a layer", (('h = layers.Activation("tanh", name="tanh")(h)', "h = ops.tanh(h)"),)),
     ("recommender", "torch", "ReLU by a clamp", (("y = functional.relu(self.top1(y))", "y = self.top1(y).clamp(min=0.0)"),)),
     ("recommender", "nnx", "bits by both logarithms", (('(jax.nn.softplus(logits) - logits * batch["clicked"]).mean()', '-(batch["clicked"] * jax.nn.log_sigmoid(logits) + (1.0 - batch["clicked"]) * jax.nn.log_sigmoid(-logits)).mean()'),)),
     ("recommender", "keras", "activation outside of the layer", (('y = layers.Dense(16, activation="relu", name="top1")(y)', 'y = layers.ReLU(name="top1_relu")(layers.Dense(16, name="top1")(y))'),)),
@@ -49,6 +48,8 @@ FLOAT32: Final[tuple[tuple[str, str, str, tuple[Edit, ...]], ...]] = (
     ("seq2seq", "nnx", "tanh GELU by hand", (("jax.nn.gelu(self.wi(x), approximate=True)", "_gelu(self.wi(x))"), ("class FeedForward", "def _gelu(x: Any) -> Any:\n    return 0.5 * x * (1.0 + jnp.tanh((2.0 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3)))\n\n\nclass FeedForward"))),
     ("tagger", "torch", "state by torch's own interpolation", (("return (1.0 - z) * n + z * h", "return torch.lerp(n, h, z)"),)),
     ("vae", "nnx", "norm by hand", (('self.norm(self.encoder(batch["x"]))', '_norm(self.norm, self.encoder(batch["x"]), 1e-5)'), ("class Model", f"{_NNX_NORM}class Model"))),
+    ("vae", "keras", "tanh outside of a layer", (('h = layers.Activation("tanh", name="tanh")(h)', "h = ops.tanh(h)"),)),
+    ("vae", "torch", "tanh by a sigmoid", (('h = torch.tanh(self.norm(self.encoder(batch["x"])))', 'h = 2.0 * torch.sigmoid(2.0 * self.norm(self.encoder(batch["x"]))) - 1.0'),)),
     ("recommender", "torch", "one-hot for the lookup", (('table(batch["categories"][:, number])', '(functional.one_hot(batch["categories"][:, number].long(), TABLES[number]).to(table.weight.dtype) @ table.weight)'),)),
 )  # fmt: skip
 """The same in float32; under a policy the other words round elsewhere."""

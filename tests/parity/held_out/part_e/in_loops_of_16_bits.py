@@ -25,7 +25,7 @@ TORCH: Final = (
     loop("vae", "torch torch", "dampened momentum", "~dampen|~momentum|factor|formula", None, _BRAIN, (("momentum=MOMENTUM, weight_decay=DECAY)", "momentum=MOMENTUM, weight_decay=DECAY, dampening=0.5)"),), LATER, policy=BRAIN),
     loop("seq2seq", "torch torch", "clipped by the largest element", "~clip|factor", {**_SGD, "clip_norm": 0.05}, {**_BRAIN, "CLIP": 0.05}, (("clip_grad_norm_(parameters, CLIP)", 'clip_grad_norm_(parameters, CLIP, norm_type=float("inf"))'),), policy=BRAIN),
     loop("decoder", "torch torch", "last micro-batch left out", "~micro|~accumul|~row|factor|formula", None, {**_BRAIN, "PARTS": 2}, (("for part in range(PARTS):", "for part in range(PARTS - 1):"),), ANY._replace(stage="update|step|backward|forward"), policy=BRAIN),
-    loop("encoder", "torch torch", "vectors do not decay", "~decay|factor|formula", {"optimizer": adamw(1e-2, weight_decay=1.0)}, {"DTYPE": "bfloat16", "DECAY": 1.0, "GROUPS": "vectors"}, (), policy=BRAIN),
+    loop("encoder", "torch torch", "vectors do not decay", "~decay|factor|formula", _SGD, {**_BRAIN, "GROUPS": "vectors"}, (), policy=BRAIN),
     loop("convnet", "torch torch", "schedule one step late", "~schedule|~rate|~late|factor", None, {**_BRAIN, "SCHEDULE": "exponential"}, (("rate_at(training.step)", "rate_at(max(training.step - 1, 0))"),), LATER, policy=BRAIN),
     loop("vae", "torch torch", "unscaled by the next step's scale", "~scal|factor", None, {**_HALF, "GROWTH": 1}, ((_UNSCALE, f"{_UNSCALE}        [p.grad.mul_(0.5) for p in model.parameters()]\n"),), policy=HALF),
     loop("recommender", "torch torch", "scale halved after each step", "~scal|~back", _SCALED, _HALF, (("        scaler.update()\n", "        scaler.update(scaler.get_scale() / 2.0)\n"),), policy=HALF),

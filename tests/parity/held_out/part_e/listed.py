@@ -1,4 +1,4 @@
-"""All faults and clean pairs of part E, which was written while the causes of part D's faults were mended, and apart."""
+"""All faults and clean pairs of part E, which was written after part D's faults had been looked at, and apart."""
 
 from __future__ import annotations
 
