@@ -69,7 +69,7 @@ def test_the_lists_are_long_enough_and_each_still_fits_the_code() -> None:
         re.compile(plant.expected.at)
 
 
-@pytest.mark.parametrize(("part", "loops"), [("C", 25), ("D", 14)])
+@pytest.mark.parametrize(("part", "loops"), [("C", 25), ("D", 14), ("E", 12)])
 def test_later_parts_have_both_kinds_of_precision_loops_and_all_families(part: str, loops: int) -> None:
     plants = [PLANTS[number] for number in plant_numbers(part)]
     pairs = [PAIRS[number] for number in pair_numbers(part)]
@@ -84,5 +84,5 @@ def test_later_parts_have_both_kinds_of_precision_loops_and_all_families(part: s
 
 def test_parts_share_nothing_and_hold_all() -> None:
     for numbers, count in ((plant_numbers, len(PLANTS)), (pair_numbers, len(PAIRS))):
-        assert sorted([each for part in "ABCD" for each in numbers(part)]) == numbers("") == list(range(count))
+        assert sorted([each for part in "ABCDE" for each in numbers(part)]) == numbers("") == list(range(count))
     assert table.counts({}).startswith("found 0 of 0")

@@ -1,11 +1,11 @@
 """`python -m tests.parity.held_out`: faults and clean pairs that are not looked at while the rules are mended.
 
-    python -m tests.parity.held_out --half D [--log FILE] [--seconds S] [--only WORDS] [--kept FOLDER] [--write]
+    python -m tests.parity.held_out --half E [--log FILE] [--seconds S] [--only WORDS] [--kept FOLDER] [--write]
 
 Before a fault was run it was written down where it must be named and as what. `--log` keeps a line of JSON for each, so
 that a run that was cut off after `--seconds` goes on; `--kept` keeps the traces, which are judged anew when a folder
-has them. Half A is for mending, half B was for one end, parts C and D, which were written apart, each for a later one;
-`--list` says how many there are, and not which. `--write` puts the log's table into
+has them. Half A is for mending, half B was for one end, parts C, D and E, which were written apart, each for a later
+one; `--list` says how many there are, and not which. `--write` puts the log's table into
 docs/measurements/parity_faults.md. Not part of `make test`, which runs a few of half A.
 """
 
@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "measurements" / "parity_faults.md"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plant, compare, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", default="", choices=("", *"ABCD"), help="which part; all if it is left out")
+    parser.add_argument("--half", default="", choices=("", *"ABCDE"), help="which part; all if it is left out")
     parser.add_argument("--only", default="", help="those whose words hold this")
     parser.add_argument("--log", type=Path, help="lines of JSON; what it holds is not run again")
     parser.add_argument("--kept", type=Path, help="folder of traces: what is there is judged, the rest is run and kept")

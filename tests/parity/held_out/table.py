@@ -10,7 +10,11 @@ from tests.parity.held_out.listed import PAIRS, PLANTS
 
 Results = Mapping[str, Mapping[str, Any]]
 _SHARES: Final = {"found": 0.98, "place": 0.95, "kind": 0.90}
-_TITLES: Final = {"C": "## Faults of a third part", "D": "## Faults of a fourth part"}
+_TITLES: Final = {
+    "C": "## Faults of a third part",
+    "D": "## Faults of a fourth part",
+    "E": "## Faults of a fifth part",
+}
 _TITLE: Final = "## Faults that were kept back"
 
 
@@ -142,4 +146,11 @@ _OF_PART_D: Final = (
     "has it in float32. Both sides of each fault and clean pair were trained without a comparison first, and faults",
     "that changed no number were replaced. What counts as found is as above.",
 )
-_WORDS: Final = {"C": _OF_PART_C, "D": _OF_PART_D}
+_OF_PART_E: Final = (
+    "The faults and clean pairs of part E were written after part D's had been looked at, apart, without the rules",
+    "being read: the eight families in further sizes, and for the most part faults that no part before has; 26 of 100",
+    "are in loops written by hand, and 35 under 16 bits. Dtypes count as in part D. Both sides of each fault and clean",
+    "pair were trained without a comparison first, and faults that changed no number, or only what the policy's 16",
+    "bits round, were replaced. What counts as found is as above.",
+)
+_WORDS: Final = {"C": _OF_PART_C, "D": _OF_PART_D, "E": _OF_PART_E}
