@@ -13,11 +13,19 @@ from polyamp.errors import PolicyError
 from tests.fixtures.spellings import taking_a_policy
 
 X = jnp.ones((2, 2))
+PRODUCT = (lambda params, x: x @ params["w"], {"w": X})
+
+
+def mean_loss(model: Any, x: Any) -> Any:
+    return polyamp.losses.mean_squared_error(model(x), x)
+
+
 ROWS: dict[str, Any] = {
     "Policy.of": polyamp.Policy.of,
     "LossScaler.for_policy": polyamp.LossScaler.for_policy,
     "Recipe": lambda policy: polyamp.Recipe(policy=policy),
     "explain": lambda policy: polyamp.explain(jnp.exp, policy, X),
+    "find_nonfinite": lambda policy: polyamp.find_nonfinite(mean_loss, policy, PRODUCT, X),
     "polyamp_jax.autocast": lambda policy: str(polyamp_jax.autocast(lambda x: x @ x, policy)(X).dtype),
     "polyamp_jax.explain": lambda policy: polyamp_jax.explain(jnp.exp, policy, X),
 }
