@@ -16,7 +16,18 @@ import pytest
 
 import polyamp
 from polyamp.conformance import resume_process
-from polyamp.conformance.problems import batch, changed_arrays, flat_weights, layers, loss_fn, recipe, to_float
+from polyamp.conformance.problems import (
+    advance,
+    batch,
+    changed_arrays,
+    flat_weights,
+    is_on_cpu,
+    layers,
+    loss_fn,
+    recipe,
+    stateful_recipe,
+    to_float,
+)
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError, UnsupportedError
@@ -235,3 +246,16 @@ def test_s22_a_step_is_pickled_and_copied_after_its_first_call(backend: Backend,
     assert not np.array_equal(ends[0], flat_weights(harness, state))
     assert [each.recipe for each in copies] == [made] * 4
     assert copies[1].recipe is made
+
+
+def test_s22_a_replay_gives_the_same_bits_and_leaves_the_state(backend: Backend, harness: Harness) -> None:
+    """`polyamp.replay` runs a step twice from one state, also one whose gradients overflow."""
+    made = stateful_recipe()
+    state, _ = advance(polyamp.init(harness.normalized_mlp(layers()), made), [batch(0)])
+    step = polyamp.train_step(loss_fn, made)
+    before = {name: np.array(value) for name, value in backend.export_state(state).items()}
+    for gain in (1.0, np.inf):
+        report = polyamp.replay(step, state, batch(1, gain=gain))
+        assert not is_on_cpu(backend) or report.differences == (), str(report)
+        after = backend.export_state(state)
+        assert changed_arrays(before, after) == []
