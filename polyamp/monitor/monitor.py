@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.monitor.exponents import tensor_stats
@@ -17,8 +17,6 @@ from polyamp.monitor.slots import MonitorSelection, MonitorSlots
 from polyamp.monitor.writers import MonitorWriter
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import StepResult
-
-_FILE_ERRORS: Final = (OSError, ValueError)
 
 
 class MonitorSource(NamedTuple):
@@ -147,6 +145,10 @@ class Monitor:
         """Count a call of the step, and return whether it is read. Called by `train_step`."""
         self._call += 1
         return self.enabled and self._call % self.every == 0
+
+    def cancel_call(self) -> None:
+        """Count the last call of `begin_call` no more: the step raised and changed nothing."""
+        self._call -= 1
 
     def end_call(self, state: Any, result: StepResult, *, due: bool) -> None:
         """Take the result of the step that `begin_call` began, and the state after it. Called by `train_step`."""
@@ -309,7 +311,7 @@ class Monitor:
         """Run a writer's method; one that fails, because the disk is full, is left out from then on."""
         try:
             action()
-        except _FILE_ERRORS as error:
+        except Exception as error:  # noqa: BLE001  # whatever a tracker raises, it must not end a training
             if writer in self._writers:
                 self._writers.remove(writer)
             warnings.warn(

@@ -105,26 +105,30 @@ class TrainStep:
             raise argument_checks.extra_batch_error(more)
         if recipe is not self._accepted:
             self._accept(recipe)
-        run, due = (self._run.get(backend.name), False) if self.monitor is None else (None, False)
+        run, due = (self._run.get(backend.name) if self.monitor is None else None), None
         if run is None:
             run, due = self._chosen_run(state)
         try:
             state, result = run(state, batch)
         except Exception as error:
+            if due is not None and self.monitor is not None:
+                self.monitor.cancel_call()
             _add_loss_error_hints(error, self.loss_fn, [state], batch)
             raise
         _check_stuck_scale(state, lambda: self._not_finite(state, batch))
-        if self.monitor is not None and backend.is_concrete(result.step):
+        if due is not None and self.monitor is not None:
             self.monitor.end_call(state, result, due=due)
             result = result._replace(monitor=None)
         return state, result
 
-    def _chosen_run(self, state: State[M]) -> tuple[StepFunction, bool]:
+    def _chosen_run(self, state: State[M]) -> tuple[StepFunction, bool | None]:
         """Return the step to run, and whether a monitor reads its figures: of two compiled steps the host chooses one.
 
-        Inside of a compiled function of the user's own the figures leave the step in its result (S35).
+        Inside of a compiled function of the user's own the figures leave the step in its result (S35). There, and
+        without a monitor, it is None.
         """
-        backend, monitor, due = state.backend, self.monitor, False
+        backend, monitor = state.backend, self.monitor
+        due: bool | None = None
         options = {}
         if monitor is not None:
             if not isinstance(backend, MonitorsSteps):
@@ -132,7 +136,7 @@ class TrainStep:
                     f"the {backend.name} backend of this version has no monitor. Leave out monitor=."
                 )
             traced = not backend.is_concrete(state.step)
-            due = not traced and monitor.begin_call()
+            due = None if traced else monitor.begin_call()
             if due or (traced and monitor.enabled):
                 options = {"monitor": monitor.selection(traced=traced)}
         key: Any = (backend.name, *options.values()) if options else backend.name

@@ -227,15 +227,16 @@ def test_tensorboard_gets_scalars() -> None:
         TensorBoardWriter(3)
 
 
-def test_a_full_disk_ends_a_writer_and_not_the_training() -> None:
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left")])
+def test_a_full_disk_or_a_tracker_s_error_ends_a_writer_and_not_the_training(error: Exception) -> None:
     class Full:
         def write(self, record: MonitorRecord) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
 
         def close(self) -> None: ...
 
     monitor = polyamp.Monitor(every=1, writers=[Full()])
-    with pytest.warns(RuntimeWarning, match=r"Full could not write \(OSError: .*No space left") as caught:
+    with pytest.warns(RuntimeWarning, match=r"Full could not write \(\w+Error: .*No space left") as caught:
         train(monitor, 4)
     assert len(monitor.records) == 4
     assert len(caught) == 1
@@ -253,6 +254,30 @@ def test_an_error_in_the_training_leaves_what_was_collected(tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [each.call for each in read_monitor_file(path).records] == [1, 2, 3]
+
+
+def test_a_step_that_raises_is_no_call() -> None:
+    """It changes nothing, and is no skip."""
+    failing: list[int] = []
+
+    def fragile(model: Any, batch: Any) -> Any:
+        failing.append(1)
+        if len(failing) == 3:
+            raise KeyError("fragile")
+        return loss_fn(model, batch)
+
+    monitor = polyamp.Monitor(every=2)
+    state, step = (
+        polyamp.init(MLP.random([4, 8, 1], seed=0), RECIPE),
+        polyamp.train_step(fragile, RECIPE, monitor=monitor),
+    )
+    for number in range(5):
+        if number == 2:
+            with pytest.raises(KeyError):
+                step(state, BATCH)
+        else:
+            state, _ = step(state, BATCH)
+    assert [(each.call, each.step, each.skips) for each in monitor.records] == [(2, 2, 0), (4, 4, 0)]
 
 
 def test_a_copy_has_the_records() -> None:
