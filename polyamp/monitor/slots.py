@@ -8,7 +8,7 @@ array of counts says what underflows, is subnormal or overflows in any dtype and
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 EXPONENT_FIELDS: Final = 256
@@ -116,15 +116,15 @@ def collect_slots(
     counts: list[Any] = []
     squares: list[Any] = []
     if selection.gradients:
-        counts.append(_module_counts(selection, functions, modules, gradients, before))
-        squares.append(_module_squares(selection, functions, modules, gradients, before))
+        counts.append(_module_sums(selection, functions, functions.exponent_counts, modules, gradients, before))
+        squares.append(_module_sums(selection, functions, functions.squares, modules, gradients, before))
     if selection.weights:
-        counts.append(_module_counts(selection, functions, modules, before, before))
+        counts.append(_module_sums(selection, functions, functions.exponent_counts, modules, before, before))
     if selection.weights or selection.updates:
-        squares.append(_module_squares(selection, functions, modules, before, before))
+        squares.append(_module_sums(selection, functions, functions.squares, modules, before, before))
     if selection.updates:
         moved = {name: after[name] - old for name, old in before.items() if selection.module_of(name) is not None}
-        squares.append(_module_squares(selection, functions, modules, moved, before))
+        squares.append(_module_sums(selection, functions, functions.squares, modules, moved, before))
     found, norms = iter(counts), iter([functions.square_root(each) for each in squares])
     return MonitorSlots(
         read=read,
@@ -138,34 +138,19 @@ def collect_slots(
     )
 
 
-def _module_counts(
+def _module_sums(
     selection: MonitorSelection,
     functions: SlotFunctions,
+    measure: Callable[[str, Any], Any],
     modules: Sequence[str],
     arrays: Mapping[str, Any],
     parameters: Mapping[str, Any],
 ) -> Any:
-    """Return the counts of each module, shape (modules, 256)."""
+    """Return the sum of a measure over the arrays of each module, stacked; of a module without arrays, that of none."""
     own = _by_module(selection, modules, arrays)
-    nothing = functions.exponent_counts("", next(iter(parameters.values()))) * 0 if not all(own) else None
-    return functions.stack(
-        [_total([functions.exponent_counts(name, array) for name, array in each]) if each else nothing for each in own]
-    )
-
-
-def _module_squares(
-    selection: MonitorSelection,
-    functions: SlotFunctions,
-    modules: Sequence[str],
-    arrays: Mapping[str, Any],
-    parameters: Mapping[str, Any],
-) -> Any:
-    """Return the sum of squares of each module, shape (modules,)."""
-    own = _by_module(selection, modules, arrays)
-    nothing = functions.squares("", next(iter(parameters.values()))) * 0 if not all(own) else None
-    return functions.stack(
-        [_total([functions.squares(name, array) for name, array in each]) if each else nothing for each in own]
-    )
+    like = next(iter(parameters.values()))
+    nothing = None if all(own) else measure("", like[:0] if like.shape else like.reshape(1)[:0])
+    return functions.stack([_total([measure(*each) for each in members]) if members else nothing for members in own])
 
 
 def _by_module(

@@ -6,7 +6,7 @@ The page's style sheet sets colours, line patterns and fonts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Final, NamedTuple
 
@@ -108,3 +108,30 @@ def _round_interval(count: int) -> int:
 def svg(label: str, wide: int, high: int, body: str) -> str:
     """Return a picture with its description for screen readers."""
     return f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {wide} {high}">{body}</svg>'
+
+
+def curve_paths(points: Iterable[tuple[int, float | None]], axis: ChartAxis, count: int, number: int) -> Iterator[str]:
+    """Yield a line through numbered points, broken at values that are not finite, which have crosses at the top.
+
+    Args:
+        points: place from 1, and value.
+        axis: the vertical one.
+        count: number of places.
+        number: of the line's colour.
+    """
+    runs: list[list[str]] = [[]]
+    nonfinite = []
+    for point, value in points:
+        x = place(point, count, CHART_WIDTH)
+        if value is None or not math.isfinite(value):
+            nonfinite.append(x)
+            runs.append([])
+        elif axis.logarithmic and value <= 0:
+            runs.append([])
+        else:
+            runs[-1].append(f"{x:.1f} {axis.y(value):.1f}")
+    path = "".join(f"M{'L'.join(run)}" + ("h0" if len(run) == 1 else "") for run in runs if run)
+    yield f'<path class="line s{number % 4}{" dots" if count == 1 else ""}" d="{path}"/>'
+    if nonfinite:
+        crosses = "".join(f"M{x - 3:.1f} {TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in nonfinite)
+        yield f'<path class="lost s{number % 4}" d="{crosses}"/>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Final
 
@@ -35,7 +35,7 @@ def _curves(chart: CurveChart) -> str:
     wide, high, count = svg_axes.CHART_WIDTH, svg_axes.CHART_HEIGHT, len(chart.steps)
     body = [svg_axes.frame(axis, count, wide, high, "step", chart.steps)]
     for number, line in enumerate(chart.lines):
-        body.extend(_curve(number, line.values, axis))
+        body.extend(svg_axes.curve_paths(enumerate(line.values, 1), axis, count, number))
     marks = [index for index, step in enumerate(chart.steps, 1) if step in set(chart.skipped)]
     bottom = high - svg_axes.BOTTOM_MARGIN - 1
     if marks:
@@ -43,26 +43,6 @@ def _curves(chart: CurveChart) -> str:
         body.append(f'<path class="skipped s0" d="{path}"/>')
     ends = [f"{line.label} from {_end(line.values, 0)} to {_end(line.values, -1)}" for line in chart.lines]
     return svg_axes.svg(f"{chart.title} per step: {', '.join(ends)}", wide, high, "".join(body))
-
-
-def _curve(number: int, values: Sequence[float | None], axis: svg_axes.ChartAxis) -> Iterator[str]:
-    """Yield a line, broken at values that are not finite, which have crosses at the top."""
-    runs: list[list[str]] = [[]]
-    nonfinite = []
-    for index, value in enumerate(values, 1):
-        x = svg_axes.place(index, len(values), svg_axes.CHART_WIDTH)
-        if value is None or not math.isfinite(value):
-            nonfinite.append(x)
-            runs.append([])
-        elif axis.logarithmic and value <= 0:
-            runs.append([])
-        else:
-            runs[-1].append(f"{x:.1f} {axis.y(value):.1f}")
-    path = "".join(f"M{'L'.join(run)}" + ("h0" if len(run) == 1 else "") for run in runs if run)
-    yield f'<path class="line s{number % 4}{" dots" if len(values) == 1 else ""}" d="{path}"/>'
-    if nonfinite:
-        crosses = "".join(f"M{x - 3:.1f} {svg_axes.TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in nonfinite)
-        yield f'<path class="lost s{number % 4}" d="{crosses}"/>'
 
 
 def _heat(chart: HeatChart) -> str:

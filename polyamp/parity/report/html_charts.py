@@ -93,22 +93,7 @@ def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int 
 
 def _line(line: ChartSeries, axis: svg_axes.ChartAxis, steps: int) -> Iterator[str]:
     """Yield a side's line, broken at non-finite values, with crosses there and triangles at skipped steps."""
-    runs: list[list[str]] = [[]]
-    nonfinite = []
-    for step, value in _thin_values(line.values):
-        x = svg_axes.place(step, steps, svg_axes.CHART_WIDTH)
-        if value is None or not math.isfinite(value):
-            nonfinite.append(x)
-            runs.append([])
-        elif axis.logarithmic and value <= 0:
-            runs.append([])
-        else:
-            runs[-1].append(f"{x:.1f} {axis.y(value):.1f}")
-    path = "".join(f"M{'L'.join(run)}" + ("h0" if len(run) == 1 else "") for run in runs if run)
-    yield f'<path class="line s{line.number % 4}{" dots" if steps == 1 else ""}" d="{path}"/>'
-    if nonfinite:
-        crosses = "".join(f"M{x - 3:.1f} {svg_axes.TOP_MARGIN - 3}l6 6m0-6l-6 6" for x in nonfinite)
-        yield f'<path class="lost s{line.number % 4}" d="{crosses}"/>'
+    yield from svg_axes.curve_paths(_thin_values(line.values), axis, steps, line.number)
     bottom = svg_axes.CHART_HEIGHT - svg_axes.BOTTOM_MARGIN - 1
     marks = "".join(
         f"M{svg_axes.place(step, steps, svg_axes.CHART_WIDTH) - 4:.1f} {bottom}h8l-4-8z"
