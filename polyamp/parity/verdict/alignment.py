@@ -1,11 +1,12 @@
 """`Alignment`: which module of one side corresponds to which of the other, and how their outputs compare.
 
 It is built from the layers that `polyamp.port` matched (`porting.transfer_plan`). Containers are matched by the layers
-in them.
+in them; a module whose only layer is a bare parameter, such as a norm of the user's own, by that parameter.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -30,6 +31,7 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         modules: path in the second side -> path in the first, of layers and of their containers.
         containers: paths, in the first, of containers.
+        parameter_owners: those of them that hold one bare parameter and nothing else, on both sides.
         activations_after_first: path in the first -> the first's activation, where only the second's layer includes
             one: the first's output is compared after it.
         activations_after_second: path in the second -> the second's activation, where only the first's layer includes
@@ -47,6 +49,7 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
 
     modules: dict[str, str]
     containers: list[str] = msgspec.field(default_factory=list)
+    parameter_owners: list[str] = msgspec.field(default_factory=list)
     activations_after_first: dict[str, str] = msgspec.field(default_factory=dict)
     activations_after_second: dict[str, str] = msgspec.field(default_factory=dict)
     merged_biases: list[str] = msgspec.field(default_factory=list)
@@ -80,7 +83,9 @@ def nearest_module(path: str, known: Container[str]) -> str:
 def align(plan: TransferPlan) -> Alignment:
     """Return the alignment of two sides."""
     layers = {each.target.path: each.source.path for each in plan.pairs}
-    containers = _container_pairs(layers)
+    kinds = {each.source.path: each.fit.source.kind for each in plan.pairs}
+    owners = _parameter_owner_pairs(layers, kinds)
+    containers = {**_container_pairs(layers), **owners}
     after_first, after_second = _fused_activations(plan.pairs, plan.comparison.differences)
     differences: dict[str, list[str]] = {}
     attributes: dict[str, list[str]] = {}
@@ -110,10 +115,11 @@ def align(plan: TransferPlan) -> Alignment:
     return Alignment(
         modules={"": "", **containers, **layers},
         containers=sorted(set(containers.values())),
+        parameter_owners=sorted(set(owners.values())),
         activations_after_first=after_first,
         activations_after_second=after_second,
         merged_biases=merged,
-        layer_kinds={each.source.path: each.fit.source.kind for each in plan.pairs},
+        layer_kinds=kinds,
         variance_conventions=biased,
         reordered=[each.source.path for each in plan.pairs if each.target.path in plan.channel_orders],
         differences=differences,
@@ -183,6 +189,22 @@ def _container_pairs(layers: Mapping[str, str]) -> dict[str, str]:
         for inside_layers, container in ours.items()
         if inside_layers in partner and partner[inside_layers] not in layers and container not in layers.values()
     }
+
+
+def _parameter_owner_pairs(layers: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return module of the second side -> module of the first, where either holds the same bare parameter and no other
+    layer."""
+    counts = [
+        Counter("/".join(path.split("/")[:end]) for path in side for end in range(1, path.count("/") + 1))
+        for side in (layers, layers.values())
+    ]
+    found = {}
+    for theirs, ours in layers.items():
+        owners = [path.rpartition("/")[0] for path in (theirs, ours)]
+        alone = [count[owner] == 1 for count, owner in zip(counts, owners, strict=True)]
+        if kinds[ours] == "parameter" and all(alone) and owners[0] not in layers and owners[1] not in layers.values():
+            found[owners[0]] = owners[1]
+    return found
 
 
 def _containers_by_layers(paths: Iterable[str]) -> dict[frozenset[str], str]:

@@ -21,7 +21,7 @@ from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.common_factors import (
     FACTOR_TOLERANCE,
     common_factor,
-    has_common_factor_where_nonzero,
+    explain_zeros,
 )
 from polyamp.parity.verdict.causes.element_profile import attention_evidence, differing_indices, index_evidence
 from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
@@ -78,7 +78,7 @@ class Circumstances(NamedTuple):
 
 
 def build_divergence(
-    comparison: EntryComparison, known: Circumstances, between: Sequence[str] = (), operations: str | None = None
+    comparison: EntryComparison, known: Circumstances, between: Sequence[str] = (), observation: str | None = None
 ) -> Divergence:
     """Return the divergence at an entry, with its diagnosis.
 
@@ -86,13 +86,13 @@ def build_divergence(
         comparison: comparison of the entry at which the sides diverge.
         known: what is known around it.
         between: layers that run between the last module that agrees and the entry, and have no compared output.
-        operations: those that ran in other dtypes there, as text.
+        observation: operations that ran in other dtypes there, or layers that one side alone calls, as text.
     """
     labels, phase = known.labels, known.phase
     one, two = comparison.one, comparison.two
     cause = diagnose(comparison, known)
-    if operations:
-        cause = cause._replace(evidence=[f"{operations}.", *cause.evidence])
+    if observation:
+        cause = cause._replace(evidence=[f"{observation}.", *cause.evidence])
     if between:
         cause = cause._replace(evidence=[_hidden_layers_evidence(one.module, between), *cause.evidence])
     scale = comparison.scale or 1.0
@@ -127,8 +127,8 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     a, b = comparison.one.sketch, comparison.two.sketch
     where = _location_text(comparison.one, after)
     if a is None or b is None:
-        if comparison.kind == "dtype":
-            sentence = "The loss is a number of 16 bits on one side alone, which computes or stores it in them."
+        if comparison.kind in ("dtype", "operations"):
+            sentence = "One side alone computes or stores the loss in 16 bits."
             return Cause("dtype", sentence, [_number_text(comparison, labels)])
         found = _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
         settings = recipe_differences(labels, known.recipes) if comparison.one.stage == "step" else []
@@ -209,12 +209,9 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         )
     if differences:
         return Cause("formula", f"Other settings {where}.", [*differences, *operations])
-    if a.zeros != b.zeros and has_common_factor_where_nonzero(a, b):
-        return Cause(
-            "randomness",
-            f"Other elements are 0 {where}, and the rest agrees up to a factor: a dropout.",
-            [f"{a.zeros} of {a.size} are 0 in {labels[0]}, {b.zeros} in {labels[1]}."],
-        )
+    zeros = explain_zeros(labels, a, b, where)
+    if zeros is not None:
+        return zeros
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
     profile = differing_indices(a, b, comparison.allowed)
     places = index_evidence(profile)

@@ -1,4 +1,4 @@
-"""Quantities that one side does not expose: missing gradients, and recurrent cells that run inside another call."""
+"""What one side does not expose: gradients, layers that it does not call, recurrent cells inside another call."""
 
 from __future__ import annotations
 
@@ -86,6 +86,28 @@ def hidden_recurrent_cells(alignment: Alignment, shown: Sequence[str], last: str
         return sorted(found, key=_natural_sort_key)
     begin = order.index(last) + 1
     return [path for path in order[begin : order.index(first)] if path in found]
+
+
+def one_sided_layers(
+    alignment: Alignment, sides: tuple[StepGradients, StepGradients], last: str, first: str
+) -> list[tuple[str, int]]:
+    """Return the layers that one side alone calls between two modules, each with the number of that side.
+
+    Args:
+        alignment: alignment of the sides.
+        sides: the entries of a step, of both.
+        last: the last module that agrees; "" stands for the beginning.
+        first: the first that does not; "" stands for the end.
+    """
+    layers = {path for path, kind in alignment.layer_kinds.items() if kind not in RECURRENT_KINDS}
+    layers.update(alignment.parameter_owners)
+    orders = [output_modules(entry for entry in side.values() if entry.stage == "forward") for side in sides]
+    found: list[tuple[str, int]] = []
+    for number, order in enumerate(orders):
+        begin = order.index(last) + 1 if last in order else 0
+        end = order.index(first) if first and first in order else len(order)
+        found += [(path, number) for path in order[begin:end] if path in layers and path not in orders[1 - number]]
+    return found
 
 
 def recurrent_cell_positions(alignment: Alignment, place: Mapping[str, float]) -> dict[str, float]:

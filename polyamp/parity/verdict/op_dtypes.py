@@ -17,10 +17,14 @@ from polyamp.float_formats import FORMATS, HALF_DTYPES
 from polyamp.parity.trace.sketch import Sketch
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment, nearest_module
+from polyamp.parity.verdict.distances import EntryComparison
 from polyamp.parity.verdict.step_entries import StepEntries
 
 _OPERATION_FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
-    "softmax": ("softmax", "logsoftmax", "exp", "logsumexp", "sparsesoftmaxcrossentropywithlogits"),
+    "softmax": (
+        *("softmax", "logsoftmax", "exp", "logsumexp", "crossentropy", "sparsesoftmaxcrossentropywithlogits"),
+        *("nllloss", "binarycrossentropywithlogits"),
+    ),
     "sum": ("sum", "mean", "reducesum", "cumsum", "var"),
     "powers": ("rsqrt", "pow", "integerpow", "square"),
 }
@@ -152,23 +156,54 @@ def find_dtype_mismatches(
     return found
 
 
-def mismatch_at(
-    entry: Entry, mismatches: Sequence[DtypeMismatch], ours: StepEntries, theirs: StepEntries
-) -> str | None:
-    """Return the operations that show in an entry: the input of the module that runs next in their module, if both
-    sides have it, else the output of their module; None if none do."""
-    if entry.step != 1 or entry.stage != "forward":
+class MismatchPlaces:
+    """Where in a step operations of other dtypes show.
+
+    That is the input of the module that runs next in their module, if both sides have it, else the output of their
+    module. Operations outside of all modules that changed no bit there run later: in the loss function, if the loss
+    differs.
+
+    Args:
+        mismatches: of the phase.
+    """
+
+    def __init__(self, mismatches: Sequence[DtypeMismatch]) -> None:
+        self._mismatches = mismatches
+        self._unchanged: tuple[EntryComparison, str] | None = None
+
+    def place(
+        self, found: EntryComparison, ours: StepEntries, theirs: StepEntries
+    ) -> tuple[EntryComparison, str | None]:
+        """Return the comparison, of the kind "operations" where other dtypes show in it, and these as text or None.
+
+        Args:
+            found: comparison of the next entry of the step.
+            ours, theirs: entries of the step.
+        """
+        entry = found.one
+        if not self._mismatches or entry.step != 1 or entry.stage != "forward":
+            return found, None
+        mismatch = self._mismatch_at(entry, ours, theirs)
+        text = None if mismatch is None else f"{mismatch.module or 'the model itself'}: {mismatch.text}"
+        if mismatch is not None and not mismatch.module and not found.distance and not found.kind:
+            self._unchanged = self._unchanged or (found, text or "")
+            return found, None
+        if entry.what == "loss" and self._unchanged is not None:
+            earlier, text = self._unchanged
+            found = found if found.distance else earlier
+        return (found, None) if text is None else (found._replace(kind=found.kind or "operations"), text)
+
+    def _mismatch_at(self, entry: Entry, ours: StepEntries, theirs: StepEntries) -> DtypeMismatch | None:
+        path = entry.module.partition("#")[0]
+        for each in self._mismatches:
+            key = (1, "forward", each.following, "input", "")
+            if each.following and key in ours and key in theirs:
+                shows = entry.what == "input" and path == each.following
+            else:
+                shows = entry.what.startswith("output") and path == each.module
+            if shows:
+                return each
         return None
-    path = entry.module.partition("#")[0]
-    for each in mismatches:
-        key = (1, "forward", each.following, "input", "")
-        if each.following and key in ours and key in theirs:
-            shows = entry.what == "input" and path == each.following
-        else:
-            shows = entry.what.startswith("output") and path == each.module
-        if shows:
-            return f"{each.module or 'the model itself'}: {each.text}"
-    return None
 
 
 def _rows(operations: Sequence[OperationCount], known: set[str], is_same_library: bool) -> list[_Row]:

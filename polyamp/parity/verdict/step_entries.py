@@ -45,6 +45,15 @@ def _index_entries(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
     return {entry_key(entry): entry for entry in entries}
 
 
+def module_path(module: str) -> str:
+    """Return the path of an entry's module without the number of its call.
+
+    >>> module_path("block/attention#2")
+    'block/attention'
+    """
+    return module.partition("#")[0]
+
+
 def order_entries(step: StepEntries, alignment: Alignment) -> list[Entry]:
     """Return entries in program order; gradients follow their module's cotangents, slots precede parameters."""
     entries = list(step.values())

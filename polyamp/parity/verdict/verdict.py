@@ -33,6 +33,7 @@ from polyamp.parity.verdict.step_entries import (
     entries_by_step,
     has_overflow,
     is_downstream_of_output,
+    module_path,
     order_entries,
 )
 from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
@@ -165,6 +166,8 @@ class _PhaseComparison:
             (e.sketch.rms for e in ours.values() if e.what == "gradient" and e.sketch is not None), default=0.0
         )
         last_output: tuple[float, float] | None = None  # last output: allowed distance, norm of its cotangent
+        behind: EntryComparison | None = None  # a difference in a parameter's owner, behind all that agrees
+        mismatches = op_dtypes.MismatchPlaces(self._dtype_mismatches)
         for entry in order_entries(ours, self._alignment):
             other = theirs.get(self._partner_key(entry))
             if other is None or not self._is_compared(entry):
@@ -172,7 +175,7 @@ class _PhaseComparison:
             if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
                 continue  # frameworks differ in where infinities arise; only the step's reaction is compared
             wide = (wide_ours.get(entry_key(entry)), wide_theirs.get(entry_key(other)))
-            leaf = entry.module.partition("#")[0] not in self._alignment.containers
+            leaf = module_path(entry.module) not in self._alignment.containers
             depth += entry.what.startswith("output") and leaf
             found: EntryComparison | None
             if entry.sketch is None:
@@ -191,10 +194,12 @@ class _PhaseComparison:
                 )
             if found is None:
                 continue
-            module = entry.module.partition("#")[0]
-            mismatch = op_dtypes.mismatch_at(entry, self._dtype_mismatches, ours, theirs)
-            if mismatch is not None:
-                found = found._replace(kind=found.kind or "operations")
+            module = module_path(entry.module)
+            found, mismatch = mismatches.place(found, ours, theirs)
+            if entry.stage == "forward" and found.counts and module in self._alignment.parameter_owners:
+                behind = behind or found
+            elif entry.stage != "forward" or (leaf and not found.counts):
+                behind = None
             if entry.what == "gradient":
                 self._updates.record_gradient(entry, other, found)
                 allowed_gradients[entry.module, entry.name] = found.allowed
@@ -203,7 +208,7 @@ class _PhaseComparison:
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
                 last_output = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
             if found.counts and not found.kind and not module and entry.what.startswith("output"):
-                suspect = suspect or build_divergence(found, self._known._replace(after=last))
+                suspect = suspect or self._divergence(behind or found, last, ours, theirs)
                 continue
             if suspect is not None and found.counts and not module and entry.stage == "backward":
                 continue  # the loss takes another output, so that its gradients differ too
@@ -211,9 +216,7 @@ class _PhaseComparison:
                 self.first = suspect
             self._record_worst(found)
             if found.counts and (leaf or found.kind == "operations") and self.first is None:
-                between = self._hidden_layers(found, last, ours, theirs)
-                known = self._known._replace(after=last)
-                self.first = build_divergence(found, known, between, mismatch)
+                self.first = self._divergence(behind or found, last, ours, theirs, mismatch)
         if suspect is not None and self.first is None:
             self._add_note(
                 "the models' outputs differ, and neither the losses nor any gradient: the loss functions take "
@@ -242,19 +245,26 @@ class _PhaseComparison:
         judged, updated = self._updates.count()
         return [JudgedUpdates(phase=self._phase.title, judged=judged, updated=updated)] * bool(updated)
 
-    def _hidden_layers(self, found: EntryComparison, last: str, ours: StepEntries, theirs: StepEntries) -> list[str]:
-        """Return layers without compared outputs in which the difference may originate."""
-        if found.one.stage != "forward" or found.one.sketch is None:
-            return []
-        shown = hidden_modules.output_modules(
-            e for e in ours.values() if self._partner_key(e) in theirs and self._is_compared(e)
-        )
-        module, before = (path.partition("#")[0] for path in (found.one.module, last))
-        return hidden_modules.hidden_recurrent_cells(self._alignment, shown, before, module)
+    def _divergence(
+        self, found: EntryComparison, last: str, ours: StepEntries, theirs: StepEntries, observation: str | None = None
+    ) -> Divergence:
+        """Return the divergence at an entry, or at a layer before it whose output is not compared."""
+        between: list[str] = []
+        if found.one.stage == "forward" and found.one.sketch is not None:
+            shown = hidden_modules.output_modules(
+                e for e in ours.values() if self._partner_key(e) in theirs and self._is_compared(e)
+            )
+            place = (module_path(last), module_path(found.one.module))
+            between = hidden_modules.hidden_recurrent_cells(self._alignment, shown, *place)
+            calls = [] if between else hidden_modules.one_sided_layers(self._alignment, (ours, theirs), *place)
+            if calls:
+                between = [path for path, _ in calls]
+                observation = observation or "; ".join(f"{self._labels[n]} alone calls {path!r}" for path, n in calls)
+        return build_divergence(found, self._known._replace(after=last), between, observation)
 
     def _partner_key(self, entry: Entry) -> tuple[Any, ...]:
         """Return the key of the other side's entry."""
-        module = entry.module.partition("#")[0]
+        module = module_path(entry.module)
         if entry.what == "output" and module in self._alignment.activations_after_first:
             return ()
         what = (
@@ -270,7 +280,7 @@ class _PhaseComparison:
         allowed = self._tolerance.allowed(
             own, depth, scale, same_inputs=not later, switched=self._switched_share(entry), drift=drift
         )
-        narrow = self._judge.common(_module(entry), forward=entry.stage == "forward")
+        narrow = self._judge.common(module_path(entry.module), forward=entry.stage == "forward")
         return max(allowed, FACTOR * self._tolerance.arithmetic(depth, scale, narrow))
 
     def _switched_share(self, entry: Entry) -> float | None:
@@ -288,7 +298,7 @@ class _PhaseComparison:
             and entry.module in self._alignment.variance_conventions
         ):
             return False
-        recurrent = self._alignment.layer_kinds.get(entry.module.partition("#")[0]) in RECURRENT_KINDS
+        recurrent = self._alignment.layer_kinds.get(module_path(entry.module)) in RECURRENT_KINDS
         if recurrent and entry.what == "parameter" and "bias" in entry.name:
             return False  # only the sum of two biases, or of one with a constant of haiku's, has a meaning
         if recurrent and entry.sketch is not None and entry.what in ("output", "cotangent"):
@@ -347,7 +357,7 @@ class _PhaseComparison:
     def _judge_limit(self, one: Entry, wide: tuple[Entry | None, Entry | None], depth: int, scale: float) -> float:
         """Return how far the wider runs may be apart in an output: more where they are rounded themselves, unless they
         were equal up to the module before, and nothing in between is rounded."""
-        module, before, was_equal = _module(one), self._judged, self._are_judges_equal
+        module, before, was_equal = module_path(one.module), self._judged, self._are_judges_equal
         sketches = [each.sketch for each in wide if each is not None and each.sketch is not None]
         if len(sketches) == len(wide):
             self._are_judges_equal &= sketch_distance(sketches[0], sketches[1]) <= _EQUAL_JUDGES * scale
@@ -419,11 +429,6 @@ class _PhaseComparison:
     def _add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-
-
-def _module(entry: Entry) -> str:
-    """Return an entry's module without the number of its call."""
-    return entry.module.partition("#")[0]
 
 
 def _comparison_row(phase: str, comparison: EntryComparison) -> ComparisonRow:

@@ -54,6 +54,23 @@ def test_one_activation_is_no_difference() -> None:
     assert found.differences == {}
 
 
+def test_a_users_own_norm_is_matched_by_its_parameter() -> None:
+    own = "fc: dense 4 8\nblock/norm/weight: parameter 8\nblock/fc: dense 8 8\nscale: parameter 8"
+
+    found = of(sketch(own), sketch(own))
+
+    assert found.parameter_owners == ["block/norm"]  # and not the model, which owns `scale` beside its layers
+    assert found.containers == ["block", "block/norm"]
+    assert found.modules["block/norm"] == "block/norm"
+
+
+def test_module_with_a_layer_beside_its_parameter_is_no_owner_of_it() -> None:
+    one = "block/norm/weight: parameter 8\nblock/fc: dense 8 8"
+    other = "block/weight: parameter 8\nblock/fc: dense 8 8"
+
+    assert of(sketch(one), sketch(other)).parameter_owners == []
+
+
 def test_a_model_that_does_not_take_the_batch() -> None:
     def model(inputs: object) -> object:
         return inputs

@@ -11,6 +11,7 @@ from polyamp.contract.casting_report import OperationCount
 from polyamp.parity.trace.sketch import sample_indices, sketch
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.causes.common_factors import explain_zeros
 from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
 from polyamp.parity.verdict.causes.known_values import KnownArray
 from polyamp.parity.verdict.causes.operation_causes import (
@@ -154,3 +155,29 @@ def test_layers_that_one_side_calls_instead_of_others_are_named() -> None:
         "Calls: a calls 'layers/1' more often; b calls 'layers/0' more often."
     ]
     assert call_differences(("a", "b"), (sides[0], step("layers/0")), aligned) == []  # it may not show the other's
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind", "sentence"),
+    [
+        ([1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6], "formula", "b sets elements to 0 here, and the rest agrees: a mask."),
+        ([1, 0, 0, 4, 5, 6], [1, 0, 3, 4, 5, 6], "formula", "a sets elements to 0 here, and the rest agrees: a mask."),
+        ([1, 2, 3, 4, 5, 6], [2, 4, 0, 8, 10, 12], "randomness", None),  # what is kept is multiplied
+        ([0, 0, 3, 4, 5, 6, 7], [1, 2, 0, 4, 5, 6, 7], "randomness", None),  # either keeps others
+    ],
+)
+def test_zeros_on_one_side_are_a_mask_where_the_rest_is_equal_and_a_dropout_otherwise(
+    ours: list[float], theirs: list[float], kind: str, sentence: str | None
+) -> None:
+    a, b = (sketch(np.asarray(each, np.float32), "float32") for each in (ours, theirs))
+
+    found = explain_zeros(("a", "b"), a, b, "here")
+
+    assert found is not None
+    assert found.kind == kind
+    assert found.sentence == (sentence or "Other elements are 0 here, and the rest agrees up to a factor: a dropout.")
+
+
+def test_zeros_among_elements_that_differ_are_neither() -> None:
+    a, b = (sketch(np.asarray(each, np.float32), "float32") for each in ([1, 2, 3, 4, 5], [1, 2, 0, 4, 6]))
+    assert explain_zeros(("a", "b"), a, b, "here") is None

@@ -1,10 +1,11 @@
-"""Gradients that one side does not have, and cells of stacks that nobody sees."""
+"""Gradients that one side does not have, layers that it does not call, cells that nobody sees, a user's own norms."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 
 from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.trace.sketch import sketch
@@ -76,3 +77,54 @@ def test_hidden_cells_are_those_between() -> None:
     assert hidden_recurrent_cells(agreed, ["a", "e"], "c", "e") == ["d/0", "d/10", "d/9"]
     assert hidden_recurrent_cells(agreed, ["e", "a"], "a", "e") == ["b/0", "d/0", "d/9", "d/10"]
     assert hidden_recurrent_cells(agreed, ["a", "e"], "", "a") == []
+
+
+@pytest.mark.parametrize(("caller", "label"), [(0, "one"), (1, "two")])
+def test_layer_that_one_side_alone_calls_is_named(caller: int, label: str) -> None:
+    agreed = Alignment(modules={}, layer_kinds={"fc": "dense", "norm": "layer_norm", "head": "dense"})
+    fc, norm = _entry("forward", "fc", "output", [1.0, 2.0]), _entry("forward", "norm", "output", [-1.0, 1.0])
+    heads = [_entry("forward", "head", "output", each) for each in ([-0.5, 0.5], [0.5, 1.0])]
+    sides = [[fc, *[norm] * (number == caller), heads[number != caller]] for number in range(2)]
+
+    first = _compared(*sides, agreed)
+
+    assert (first.module, first.what, first.after) == ("norm", "output", "fc")
+    assert first.evidence[:2] == [
+        "It shows in the output of 'head'; before it run layers that do not show theirs on both sides: 'norm'.",
+        f"{label} alone calls 'norm'.",
+    ]
+
+
+def _owned(norms: tuple[float, float], inputs: tuple[float, float]) -> Any:
+    """The comparison of two sides with a norm of the user's own between two layers, and a gradient that differs."""
+    agreed = Alignment(
+        modules={each: each for each in ("", "fc", "norm", "head")},
+        containers=["norm"],
+        parameter_owners=["norm"],
+        layer_kinds={"fc": "dense", "norm/weight": "parameter", "head": "dense"},
+    )
+    sides = [
+        [
+            _entry("forward", "fc", "output", [1.0, 2.0]),
+            _entry("forward", "norm", "output", [1.0, norms[number]]),
+            _entry("forward", "head", "input", [1.0, inputs[number]]),
+            _entry("backward", "head", "gradient", [1.0, 1.0 + number], "kernel"),
+        ]
+        for number in range(2)
+    ]
+    return _compared(*sides, agreed)
+
+
+def test_norm_of_the_users_own_is_named_where_what_follows_differs_too() -> None:
+    first = _owned((2.0, 2.5), (2.0, 2.5))
+    assert (first.stage, first.module, first.what, first.after) == ("forward", "norm", "output", "fc")
+
+
+def test_module_of_a_parameter_that_gives_something_else_is_no_difference_where_what_follows_agrees() -> None:
+    first = _owned((2.0, 2.5), (3.0, 3.0))
+    assert (first.stage, first.module, first.what) == ("backward", "head", "gradient")
+
+
+def test_difference_behind_a_norm_that_agrees_is_not_the_norms() -> None:
+    first = _owned((2.0, 2.0), (3.0, 3.5))
+    assert (first.stage, first.module, first.what) == ("forward", "head", "input")

@@ -214,6 +214,62 @@ def test_loss_of_16_bits_on_one_side_alone(
     assert (first is not None and first.what == "loss" and first.kind == "dtype") is found
 
 
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [((0.7, 0.703), ("", "loss")), ((0.7, 0.7), ("head", "input"))],  # equal everywhere: where such an operation runs
+)
+def test_operations_outside_of_modules_that_change_no_bit_of_what_follows_are_the_losses(
+    losses: tuple[float, float], found: tuple[str, str]
+) -> None:
+    """The exp of the model and that of the loss are rows of one table: the bits say whose it is."""
+    ours, theirs = (
+        [
+            _entry("norm", "output", ONES, "bfloat16"),
+            _entry("head", "input", ONES, "bfloat16"),
+            _entry("", "output", ONES, "bfloat16"),
+            _entry("", "loss", each, ""),
+        ]
+        for each in losses
+    )
+    head = ("head", "linear", "bfloat16", "compute")
+    rows = [("", "exp", "bfloat16"), head, ("", "exp", "float32")], [("", "exp", "bfloat16", "", 2), head]
+
+    first = _first((ours, theirs), operations=rows, policy=CAST)  # type: ignore[arg-type]  # rows of two lengths
+
+    assert first is not None
+    assert (first.module, first.what, first.kind) == (*found, "dtype")
+    assert first.evidence[0] == "the model itself: exp in bfloat16, exp in float32 in a; exp in bfloat16 in b."
+
+
+def test_operations_outside_of_modules_show_in_the_first_bits_that_differ() -> None:
+    ours, theirs = ([_entry("head", "input", each, "bfloat16")] for each in (NOISE, NOISE * np.float32(1.0 + 1e-6)))
+    head = ("head", "linear", "bfloat16", "compute")
+    rows = [("", "exp", "float32"), head], [("", "exp", "bfloat16"), head]
+
+    first = _first((ours, theirs), operations=rows, policy=CAST)  # type: ignore[arg-type]  # rows of two lengths
+
+    assert first is not None
+    assert (first.module, first.what) == ("head", "input")
+
+
+def test_loss_that_torch_computes_in_16_bits_and_weighs_in_float32() -> None:
+    ours, theirs = ([_entry("", "output", ONES, "bfloat16"), _entry("", "loss", each, "")] for each in (3.2203, 3.2187))
+    rows = [("", "cross_entropy", "float32")], [("", "cross_entropy", "bfloat16")]
+
+    first = _first((ours, theirs), operations=rows, policy=CAST)  # type: ignore[arg-type]  # rows of two lengths
+
+    assert first is not None
+    assert (first.what, first.kind, first.sentence) == (
+        "loss",
+        "dtype",
+        "One side alone computes or stores the loss in 16 bits.",
+    )
+    assert first.evidence == [
+        "the model itself: cross_entropy in float32 in a; cross_entropy in bfloat16 in b.",
+        "loss: 3.2203 in a, 3.2187 in b.",
+    ]
+
+
 def test_an_input_is_not_compared_with_an_output() -> None:
     """A normalization of what is normalized gives what it was given: a difference of inputs is still one."""
     given, other = [_entry("norm", "input", each, "float32") for each in (NOISE, NOISE + 1.0)]

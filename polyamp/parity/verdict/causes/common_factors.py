@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from polyamp.parity.trace.sketch import Sketch
+from polyamp.parity.verdict.causes.cause import Cause
 
 FACTOR_TOLERANCE: Final = 1e-4
 """Largest relative distance of two factors that count as equal."""
+_ZEROS_TOLERANCE: Final = 1e-2
+"""The same, of elements around others that are 0."""
+_MIN_ELEMENTS: Final = 4
 
 
 def common_factor(a: Sketch, b: Sketch) -> float | None:
@@ -24,13 +28,32 @@ def common_factor(a: Sketch, b: Sketch) -> float | None:
     return middle if spread < FACTOR_TOLERANCE * abs(middle) and abs(middle - 1.0) > 10 * FACTOR_TOLERANCE else None
 
 
-def has_common_factor_where_nonzero(a: Sketch, b: Sketch) -> bool:
-    """Return whether the elements that are nonzero on both sides agree up to a factor."""
+def explain_zeros(labels: tuple[str, str], a: Sketch, b: Sketch, where: str) -> Cause | None:
+    """Return that other elements are 0 and the rest agrees up to a factor; None if it is not so.
+
+    A dropout multiplies what it keeps, or keeps other elements on either side. Equal elements besides zeros on one side
+    alone are those of a mask.
+
+    Args:
+        labels: of both sides.
+        a, b: arrays of both.
+        where: the place, in words.
+    """
     import numpy as np
 
     x, y = a.samples(), b.samples()
     both = (x != 0) & (y != 0)
-    if int(both.sum()) < 4:
-        return False
+    if a.zeros == b.zeros or int(both.sum()) < _MIN_ELEMENTS:
+        return None
     ratios = y[both] / x[both]
-    return bool(np.max(np.abs(ratios - np.median(ratios))) < 1e-2 * abs(np.median(ratios)))
+    factor = float(np.median(ratios))
+    if not np.max(np.abs(ratios - factor)) < _ZEROS_TOLERANCE * abs(factor):
+        return None
+    counts = f"{a.zeros} of {a.size} are 0 in {labels[0]}, {b.zeros} in {labels[1]}."
+    is_masked = bool(np.all(x[y != 0])) or bool(np.all(y[x != 0]))
+    if is_masked and abs(factor - 1.0) <= FACTOR_TOLERANCE:
+        label = labels[0] if a.zeros > b.zeros else labels[1]
+        return Cause("formula", f"{label} sets elements to 0 {where}, and the rest agrees: a mask.", [counts])
+    return Cause(
+        "randomness", f"Other elements are 0 {where}, and the rest agrees up to a factor: a dropout.", [counts]
+    )
