@@ -129,7 +129,7 @@ def _run_pass(
 
 
 def _operations(observer: Any, state: Any, loss_fn: LossFunction, batch: Any) -> OperationLog:
-    recorder = OperationRecorder(PassLocation("", "loss"))
+    recorder = OperationRecorder(PassLocation("", "loss"), opens_loops=True)
     if isinstance(observer, OperationObserver):
         observer.record_operations(state, loss_fn, batch, recorder)
     return recorder.log()
@@ -145,7 +145,12 @@ def _forward_report(empty: NonfiniteReport, values: list[_CapturedValue], log: O
     record = log.records[number]
     inputs = [_value_range(log.records[each]) for each in record.inputs]
     return msgspec.structs.replace(
-        found, operation=record.name, place=record.place, inputs=inputs, output=_value_range(record)
+        found,
+        operation=record.name,
+        place=record.place,
+        iterations=list(record.iterations),
+        inputs=inputs,
+        output=_value_range(record),
     )
 
 

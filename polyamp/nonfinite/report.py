@@ -37,6 +37,7 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         between: whether what `module` was given is not finite already: the operation stands in code before it.
         operation: the framework's name of the operation; "" where it is not visible, as in a backward pass.
         place: the source line that asked for it; None if unknown.
+        iterations: the turns, from 0, of the compiled loops around it (JAX's scan), the outermost first.
         inputs, output: ranges of the operation's values.
         by_precision: whether the same pass in float32 is finite; None for "none", "data" and "parameters", and with
             `own_cast`.
@@ -51,6 +52,7 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
     between: bool = False
     operation: str = ""
     place: SourcePlace | None = None
+    iterations: list[int] = msgspec.field(default_factory=list)
     inputs: list[ValueRange] = msgspec.field(default_factory=list)
     output: ValueRange | None = None
     by_precision: bool | None = None
@@ -68,7 +70,9 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         where = f"before {self.module or 'the loss'}" if self.between else f"in {self.module or 'the loss function'}"
         lines = [f"The first value that is not finite arises in the {self.origin} pass, {where}."]
         if self.operation:
-            lines.append(f"  operation: {self.operation}" + "".join(f"\n    given {each}" for each in self.inputs))
+            turns = "".join(f", in iteration {number} of a scan" for number in self.iterations)
+            given = "".join(f"\n    given {each}" for each in self.inputs)
+            lines.append(f"  operation: {self.operation}{turns}{given}")
         if self.output is not None:
             lines.append(f"    makes {self.output}")
         if self.place is not None:

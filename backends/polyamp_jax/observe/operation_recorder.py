@@ -1,12 +1,13 @@
 """`record_operations`: the operations of a forward pass with their values, from its jaxpr, equation by equation.
 
-Nested programs that run once (jit, recomputation, custom rules) are inlined; a loop or a branch is one operation.
+Nested programs that run once (jit, recomputation, custom rules) are inlined; a loop or a branch is one operation, but
+for a scan of a recorder that opens loops.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -117,7 +118,28 @@ class _OperationWalk:
             results = compat.bind_equation(eqn, [value for value, _ in operands], eqn.params)
         frame = frames[0] if frames else None
         inputs = [number for _, number in operands if number is not None]
+        if self._recorder.opens_loops and compat.primitive_name(eqn) == "scan" and _turns_nonfinite(operands, results):
+            inputs = self._first_nonfinite_turn(eqn, operands, frames or outside)
         return [(result, self._record(eqn, inputs, result, frame)) for result in results]
+
+    def _first_nonfinite_turn(
+        self, eqn: compat.JaxprEqn, operands: Sequence[_Operand], frames: Sequence[SourceFrame]
+    ) -> list[int]:
+        """Record the turns of a scan up to the first that makes inf or NaN; return the records of what it makes."""
+        body, outer = eqn.params["jaxpr"], self._recorder.iterations
+        begin, length = eqn.params["num_consts"], eqn.params["length"]
+        end = begin + eqn.params["num_carry"]
+        consts, carry, stacked = list(operands[:begin]), list(operands[begin:end]), operands[end:]
+        made: list[_Operand] = []
+        for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            self._recorder.iterations = (*outer, turn)
+            slices = [(jax.lax.index_in_dim(value, turn, keepdims=False), number) for value, number in stacked]
+            made = self.run(body.jaxpr, body.consts, [*consts, *carry, *slices], None, frames)
+            carry = made[: end - begin]
+            if _has_nonfinite([value for value, _ in made]):
+                break
+        self._recorder.iterations = outer
+        return [number for _, number in made if number is not None]
 
     def _record(
         self, eqn: compat.JaxprEqn, inputs: Sequence[int], result: Any, frame: SourceFrame | None
@@ -143,6 +165,16 @@ def _host_array(value: Any) -> Any:
         return None
     array = np.asarray(value)
     return np.stack([array.real, array.imag]) if np.iscomplexobj(array) else array
+
+
+def _has_nonfinite(values: Iterable[Any]) -> bool:
+    arrays = (value for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact))
+    return any(not bool(jnp.isfinite(value).all()) for value in arrays)
+
+
+def _turns_nonfinite(operands: Sequence[_Operand], results: Sequence[Any]) -> bool:
+    """Return whether results are not finite although the operands are."""
+    return _has_nonfinite(results) and not _has_nonfinite(value for value, _ in operands)
 
 
 def _program_run_once(eqn: compat.JaxprEqn) -> tuple[compat.Jaxpr, Sequence[Any]] | None:

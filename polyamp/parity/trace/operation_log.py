@@ -83,12 +83,14 @@ class OperationRecord(msgspec.Struct, frozen=True):
         inputs: indices of the records of its inputs; empty for a constant.
         value: summary of the value.
         place: the line that asked for it; None if no line outside the framework did.
+        iterations: turns of the loops around it whose turns are recorded, from 0, outermost first.
     """
 
     name: str
     inputs: tuple[int, ...]
     value: ValueSummary
     place: SourcePlace | None = None
+    iterations: tuple[int, ...] = ()
 
 
 class OperationLog(msgspec.Struct, frozen=True):
@@ -129,6 +131,11 @@ class OperationRecorder:
 
     Args:
         location: the value at which the record ends.
+        opens_loops: whether the turns of a compiled loop are recorded, up to the first whose result is inf or NaN
+            though what the loop was given is finite. Otherwise such a loop is one operation.
+
+    Attributes:
+        iterations: turns of the loops that run now; of what is added (`OperationRecord.iterations`).
 
     Example:
         >>> import numpy as np
@@ -140,8 +147,10 @@ class OperationRecorder:
         (1, 6.0)
     """
 
-    def __init__(self, location: PassLocation) -> None:
+    def __init__(self, location: PassLocation, *, opens_loops: bool = False) -> None:
         self._location = location
+        self.opens_loops = opens_loops
+        self.iterations: tuple[int, ...] = ()
         self._records: list[OperationRecord] = []
         self._end: int | None = None
         self.is_closed = False
@@ -157,7 +166,7 @@ class OperationRecorder:
             frame: the innermost one that is the user's; None if there is none.
         """
         place = None if frame is None else SourcePlace(*frame, linecache.getline(*frame).strip())
-        self._records.append(OperationRecord(name, tuple(inputs), summarize(array, dtype), place))
+        self._records.append(OperationRecord(name, tuple(inputs), summarize(array, dtype), place, self.iterations))
         return len(self._records) - 1
 
     def add_given(self, array: Array, dtype: str) -> int:

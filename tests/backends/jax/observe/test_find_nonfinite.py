@@ -44,10 +44,18 @@ def scanned(x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda carry, _: (carry @ (100.0 * jnp.eye(8)), None), x, None, length=4)[0]
 
 
-PLANTS: dict[str, tuple[Callable[[jax.Array], jax.Array], str, bool]] = {
+def masked(x: jax.Array) -> jax.Array:
+    """A mask of -1e9 that the program itself casts, with a row that has nothing else: the policy would leave it."""
+    x = x.astype(jnp.float16)
+    mask = jnp.zeros((4, 8), jnp.float32).at[0].set(-1e9).astype(x.dtype)
+    return jnp.exp(x + mask - (x + mask).max(-1, keepdims=True)).astype(x.dtype)
+
+
+PLANTS: dict[str, tuple[Callable[[jax.Array], jax.Array], str, bool | None]] = {
     "activations above 65504": (product, "dot_general", True),
-    "in a scan": (scanned, "scan", True),
+    "in a scan": (scanned, "dot_general", True),
     "under remat": (jax.checkpoint(product), "", True),
+    "a mask of -1e9": (masked, "convert_element_type", None),
     "a variance of zero": (lambda x: x / (x - x).std(-1, keepdims=True), "div", False),
     "exp of a large number": (lambda x: jnp.exp(x * 0 + 1000.0), "exp", False),
 }
@@ -80,3 +88,57 @@ def test_what_is_finite_bad_data_and_gradients_that_overflow() -> None:
     )
     report = found(Plain(jnp.tanh), loss_scale=2.0**40)
     assert (report.origin, report.by_precision) == ("backward", True)
+
+
+def test_the_iteration_of_a_scan_is_named_and_its_line() -> None:
+    """8 * 100**2 fits float16, times 100 once more does not."""
+    model = Plain(scanned)
+    model.first.kernel[...], model.first.bias[...] = jnp.zeros((8, 8)), jnp.full((8,), 8.0)
+
+    report = found(model)
+
+    assert (report.operation, report.iterations) == ("dot_general", [1])
+    assert "  operation: dot_general, in iteration 1 of a scan\n    given float16 from " in str(report)
+    assert report.place is not None
+    assert "jax.lax.scan" in report.place.code
+
+
+def test_the_first_iterations_of_scans_in_scans_and_from_the_end() -> None:
+    steps = jnp.array([1.0, 1.0, 3000.0, 1.0, 1.0])
+
+    def inner(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return carry @ (x * jnp.eye(8)), None
+
+    def outer(carry: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        carry, _ = jax.lax.scan(inner, carry, steps, reverse=True)
+        return carry, carry.sum()
+
+    report = found(Plain(lambda x: jax.lax.scan(outer, x, None, length=3)[0]))
+
+    assert (report.operation, report.iterations) == ("dot_general", [1, 2])
+
+
+def test_a_loss_in_16_bits_and_a_rate_that_diverged() -> None:
+    def narrow(model: Any, batch: Any) -> Any:
+        return jnp.square(model(batch["x"]).astype(jnp.float16) * 3000).sum()
+
+    report = polyamp.find_nonfinite(narrow, "mixed_float16", Plain(jnp.tanh), BATCH)
+    assert (report.origin, report.module, report.by_precision, report.own_cast) == ("forward", "", None, "float16")
+    model = Plain(jnp.tanh)
+    model.head.kernel[...] = jnp.full_like(model.head.kernel[...], 3e38)
+    diverged = found(model)
+    assert (diverged.origin, diverged.by_precision) == ("forward", False)
+
+
+def test_a_mask_of_minus_infinity_before_a_softmax_is_no_fault() -> None:
+    def softmax(x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.where(x > 0.5, -jnp.inf, x))
+
+    assert found(Plain(softmax)).origin == "none"
+
+
+def test_a_parameter_that_is_not_finite() -> None:
+    model = Plain(jnp.tanh)
+    model.first.kernel[...] = model.first.kernel[...].at[0, 0].set(jnp.inf)
+    report = found(model)
+    assert (report.origin, report.module) == ("parameters", "first/kernel")

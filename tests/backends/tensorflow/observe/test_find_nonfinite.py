@@ -30,8 +30,15 @@ def plain(function: Callable[[Any], Any]) -> Any:
     return keras.Sequential([keras.Input((8,)), *layers])
 
 
+def masked(x: Any) -> Any:
+    """A mask of -1e9 that is added in float16, with a row that has nothing else."""
+    mask = keras.ops.cast(keras.ops.reshape([-1e9, 0.0, 0.0, 0.0], (4, 1)), x.dtype)
+    return keras.ops.cast(keras.ops.exp(x + mask - keras.ops.max(x + mask, axis=-1, keepdims=True)), x.dtype)
+
+
 PLANTS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "activations above 65504": (lambda x: (x * 300) * 3000, "Mul", True),
+    "a mask of -1e9": (masked, "Cast", True),
     "a variance of zero": (lambda x: x / keras.ops.std(x - x, axis=-1, keepdims=True), "", False),
     "exp of a large number": (lambda x: keras.ops.exp(x * 0 + 1000), "Exp", False),
 }
@@ -67,3 +74,33 @@ def test_what_is_finite_bad_data_and_gradients_that_overflow() -> None:
     )
     report = found(plain(keras.ops.tanh), loss_scale=2.0**40)
     assert (report.origin, report.by_precision) == ("backward", True)
+
+
+def test_a_loss_in_16_bits_and_a_rate_that_diverged() -> None:
+    def narrow(model: Any, batch: Any) -> Any:
+        squares = keras.ops.square(keras.ops.cast(model(batch["x"]), "float16") * 3000)
+        return keras.ops.cast(keras.ops.sum(squares), "float32")
+
+    report = polyamp.find_nonfinite(narrow, "mixed_float16", plain(keras.ops.tanh), BATCH)
+    assert (report.origin, report.module, report.by_precision, report.own_cast) == ("forward", "", None, "float16")
+    model = plain(keras.ops.tanh)
+    model.layers[-1].kernel.assign(keras.ops.full_like(model.layers[-1].kernel, 3e38))
+    diverged = found(model)
+    assert (diverged.origin, diverged.by_precision) == ("forward", False)
+
+
+def test_a_mask_of_minus_infinity_before_a_softmax_is_no_fault() -> None:
+    def softmax(x: Any) -> Any:
+        return keras.ops.softmax(keras.ops.where(x > 0.5, keras.ops.cast(-np.inf, x.dtype), x))
+
+    assert found(plain(softmax)).origin == "none"
+
+
+def test_a_parameter_that_is_not_finite() -> None:
+    model = plain(keras.ops.tanh)
+    kernel = model.layers[0].kernel.numpy()
+    kernel[0, 0] = np.inf
+    model.layers[0].kernel.assign(kernel)
+    report = found(model)
+    assert report.origin == "parameters"
+    assert report.module.endswith("first/kernel")
