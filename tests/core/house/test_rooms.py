@@ -80,7 +80,7 @@ CORE_FLOORS = (
     ("train", "losses", "doctor"),
     ("porting",),
     ("parity",),
-    ("diagnosis", "nonfinite"),
+    ("diagnosis", "linter", "nonfinite"),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
     ("conformance", "demo", "reference"),
     ("cli",),
