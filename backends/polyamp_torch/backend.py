@@ -202,7 +202,7 @@ class TorchBackend:
         return explain(target, policy, *inputs, strict=strict)
 
     def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
-        from polyamp_torch.observe.torch_only.setup_inspection import inspect_setup
+        from polyamp_torch.observe.setup_inspection import inspect_setup
 
         return inspect_setup(setup)
 

@@ -204,14 +204,18 @@ def _has_run(figures: SetupFigures) -> bool:
     return figures.operations is not None
 
 
+def _knows_dtypes(figures: SetupFigures) -> bool:
+    return figures.dtypes is not None
+
+
 _RUN: Final = "loss_fn and batch"
 RULES: Final[Sequence[LintRule]] = (
     LintRule("parameters_in_16_bits", _half_parameters, "", _always),
     LintRule("moments_in_16_bits", _half_moments, "optimizer, loss_fn and batch", _has_moments),
     LintRule("norm_in_16_bits", _half_norm, _RUN, _has_run),
     LintRule("softmax_in_16_bits", _half_softmax, _RUN, _has_run),
-    LintRule("scaler_without_float16", _scaler_without_float16, _RUN, _has_run),
-    LintRule("float16_without_scaler", _float16_without_scaler, _RUN, _has_run),
+    LintRule("scaler_without_float16", _scaler_without_float16, _RUN, _knows_dtypes),
+    LintRule("float16_without_scaler", _float16_without_scaler, _RUN, _knows_dtypes),
     LintRule("clip_before_unscale", _clip_before_unscale, "step", lambda figures: figures.calls is not None),
     LintRule("head_in_16_bits", _half_head, _RUN, lambda figures: figures.head is not None),
 )

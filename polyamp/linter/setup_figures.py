@@ -84,7 +84,7 @@ class SetupFigures(msgspec.Struct, frozen=True, kw_only=True):
         scales: whether a scaler was passed and is on.
         scaler_name: what users of this framework take as a scaler.
         operations: sensitive operations of the forward pass that ran in 16 bits; None if no pass was run.
-        dtypes: dtypes of all operations and gradients of the pass, sorted; None if no pass was run.
+        dtypes: in which operations compute, sorted; None if it is not known without a pass.
         head: weights of the module that makes the logits, and their dtypes, by name; None if it is not known.
         calls: clips, unscaling and updates of the user's step in their order, while the scaler is on; None if no step
             was run.
