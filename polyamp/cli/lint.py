@@ -11,7 +11,7 @@ import polyamp
 from polyamp.cli.console import exit_with_error
 from polyamp.cli.python_file import run_file
 
-_OPTIONAL: Final = ("optimizer", "opt_state", "scaler", "loss_fn", "batch", "step")
+_OPTIONAL: Final = ("optimizer", "opt_state", "scaler", "loss_fn", "batch", "step", "policy")
 File = Annotated[
     Path,
     typer.Argument(metavar="FILE", help=f"Python file that defines model, and some of {', '.join(_OPTIONAL)}."),
@@ -25,8 +25,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON
 def lint(file: File, save: Save = None, json: Json = False) -> None:
     """Name the faults of precision in a training of your own, which need not use polyamp.
 
-    The file runs in this process. Its model, optimizer, scaler, loss_fn(model, batch), batch and step() are those of
-    polyamp.lint.
+    The file runs in this process. Its model, optimizer, scaler, loss_fn(model, batch), batch, step() and policy are
+    those of polyamp.lint.
 
     Exit status: 0 no findings; 1 findings; 2 a wrong argument or file.
     """

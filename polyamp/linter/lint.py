@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from polyamp.contract import registry
 from polyamp.errors import ArgumentError, UnsupportedError, describe_value
 from polyamp.linter.lint_report import LintReport
 from polyamp.linter.lint_rules import apply_rules
 from polyamp.linter.setup_figures import InspectsSetups, TrainingSetup
+from polyamp.recipe.policy import Policy
 
 
 def lint(
@@ -20,16 +23,17 @@ def lint(
     loss_fn: Any = None,
     batch: Any = None,
     step: Any = None,
+    policy: Policy | str | None = None,
     backend: str | None = None,
 ) -> LintReport:
     """Name the faults of precision in a training of your own, which need not use polyamp.
 
     It looks for trained parameters and moments in 16 bits, with the share of the weights that did not move in one step;
     a norm or softmax in 16 bits; a scaler without float16, and float16 without a scaler; a clip of gradients that are
-    still scaled; and a head in 16 bits. Each rule needs some of the arguments; the report lists those that could not be
-    checked.
+    still scaled; and a head in 16 bits, or covered by a glob. Each rule needs some of the arguments; the report lists
+    those that could not be checked.
 
-    The pass and the update run on copies. What you pass is afterwards as it was, bit for bit.
+    The pass and the update run on copies, uncompiled. What you pass is afterwards as it was, bit for bit.
 
     Args:
         model: torch: an `nn.Module`; Keras: a built model; JAX: a pytree of parameters.
@@ -42,6 +46,7 @@ def lint(
         batch: one batch.
         step: torch: `step()` runs one whole step of your own loop, with the objects that you pass. Model, optimizer,
             scaler and random generators are put back; what else it moves, such as a schedule, goes on.
+        policy: a policy of polyamp's that you use, or mean to: its overrides are checked for globs that cover the head.
         backend: its name, if the model does not determine it.
 
     Raises:
@@ -64,6 +69,7 @@ def lint(
     if not isinstance(chosen, InspectsSetups):
         raise UnsupportedError(f"lint: the {chosen.name} backend of this version cannot inspect set-ups.")
     setup = TrainingSetup(model, optimizer, opt_state, scaler, loss_fn, batch, step)
-    figures = chosen.inspect_setup(setup)
+    overrides = None if policy is None else dict(Policy.of(policy).overrides)
+    figures = msgspec.structs.replace(chosen.inspect_setup(setup), overrides=overrides)
     findings, unchecked = apply_rules(figures)
     return LintReport(backend=figures.backend, findings=findings, unchecked=unchecked)

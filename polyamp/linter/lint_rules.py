@@ -10,6 +10,7 @@ import msgspec
 from polyamp.float_formats import FORMATS, HALF_DTYPES
 from polyamp.linter.setup_figures import SetupFigures, StepCall
 from polyamp.monitor.monitor_page import percent
+from polyamp.recipe.overrides import deciding_glob
 
 
 class LintFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,24 +43,22 @@ class LintRule(NamedTuple):
     Attributes:
         name: as findings have it.
         check: figures -> the finding, or None.
-        needs: the arguments of `polyamp.lint` without which it cannot be checked.
-        possible: figures -> whether these arguments were passed.
+        missing: figures -> what `polyamp.lint` needs to check it, "" if it has all; None if it does not concern them.
     """
 
     name: str
     check: Callable[[SetupFigures], LintFinding | None]
-    needs: str
-    possible: Callable[[SetupFigures], bool]
+    missing: Callable[[SetupFigures], str | None]
 
 
 def apply_rules(figures: SetupFigures) -> tuple[list[LintFinding], dict[str, str]]:
     """Return the findings, and the rules that could not be checked with what they need."""
     findings, unchecked = [], {}
     for rule in RULES:
-        if not rule.possible(figures):
-            if rule.name != "clip_before_unscale" or figures.records_steps:
-                unchecked[rule.name] = rule.needs
-        elif (found := rule.check(figures)) is not None:
+        missing = rule.missing(figures)
+        if missing:
+            unchecked[rule.name] = missing
+        elif missing is not None and (found := rule.check(figures)) is not None:
             findings.append(found)
     return findings, unchecked
 
@@ -192,31 +191,58 @@ def _joined(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _always(figures: SetupFigures) -> bool:
-    return True
+def _override_of_head(figures: SetupFigures) -> LintFinding | None:
+    overrides = figures.overrides or {}
+    for path in {name.rpartition("/")[0]: None for name in figures.head or {}}:
+        glob = deciding_glob(overrides, path)
+        if glob is not None and glob != path and _bits(overrides[glob]) < 32:
+            return LintFinding(
+                rule="head_by_glob",
+                places=[path],
+                figure=f"{glob!r}: {overrides[glob]!r} of the policy's overrides covers it",
+                advice=f"Write {path!r}: 'float32' too: the longer glob decides.",
+            )
+    return None
 
 
-def _has_moments(figures: SetupFigures) -> bool:
-    return any(each.moments or each.with_gradient is not None for each in figures.weights)
+def _nothing(figures: SetupFigures) -> str:
+    return ""
 
 
-def _has_run(figures: SetupFigures) -> bool:
-    return figures.operations is not None
+def _moments_missing(figures: SetupFigures) -> str:
+    known = any(each.moments or each.with_gradient is not None for each in figures.weights)
+    return "" if known else "optimizer, loss_fn and batch"
 
 
-def _knows_dtypes(figures: SetupFigures) -> bool:
-    return figures.dtypes is not None
+def _run_missing(figures: SetupFigures) -> str:
+    return "" if figures.operations is not None else "loss_fn and batch"
 
 
-_RUN: Final = "loss_fn and batch"
+def _dtypes_missing(figures: SetupFigures) -> str:
+    return "" if figures.dtypes is not None else "loss_fn and batch"
+
+
+def _step_missing(figures: SetupFigures) -> str | None:
+    return "" if figures.calls is not None else "step" if figures.records_steps else None
+
+
+def _head_missing(figures: SetupFigures) -> str:
+    return "" if figures.head is not None else _run_missing(figures) or "logits that a module makes"
+
+
+def _override_missing(figures: SetupFigures) -> str | None:
+    return None if figures.overrides is None else _head_missing(figures)
+
+
 RULES: Final[Sequence[LintRule]] = (
-    LintRule("parameters_in_16_bits", _half_parameters, "", _always),
-    LintRule("moments_in_16_bits", _half_moments, "optimizer, loss_fn and batch", _has_moments),
-    LintRule("norm_in_16_bits", _half_norm, _RUN, _has_run),
-    LintRule("softmax_in_16_bits", _half_softmax, _RUN, _has_run),
-    LintRule("scaler_without_float16", _scaler_without_float16, _RUN, _knows_dtypes),
-    LintRule("float16_without_scaler", _float16_without_scaler, _RUN, _knows_dtypes),
-    LintRule("clip_before_unscale", _clip_before_unscale, "step", lambda figures: figures.calls is not None),
-    LintRule("head_in_16_bits", _half_head, _RUN, lambda figures: figures.head is not None),
+    LintRule("parameters_in_16_bits", _half_parameters, _nothing),
+    LintRule("moments_in_16_bits", _half_moments, _moments_missing),
+    LintRule("norm_in_16_bits", _half_norm, _run_missing),
+    LintRule("softmax_in_16_bits", _half_softmax, _run_missing),
+    LintRule("scaler_without_float16", _scaler_without_float16, _dtypes_missing),
+    LintRule("float16_without_scaler", _float16_without_scaler, _dtypes_missing),
+    LintRule("clip_before_unscale", _clip_before_unscale, _step_missing),
+    LintRule("head_in_16_bits", _half_head, _head_missing),
+    LintRule("head_by_glob", _override_of_head, _override_missing),
 )
 """All rules, in the order of a report."""

@@ -89,6 +89,7 @@ class SetupFigures(msgspec.Struct, frozen=True, kw_only=True):
         calls: clips, unscaling and updates of the user's step in their order, while the scaler is on; None if no step
             was run.
         records_steps: whether this backend can run a user's step.
+        overrides: those of a policy that was passed; None without one. The backend leaves it out.
     """
 
     backend: str
@@ -100,6 +101,7 @@ class SetupFigures(msgspec.Struct, frozen=True, kw_only=True):
     head: dict[str, str] | None = None
     calls: list[StepCall] | None = None
     records_steps: bool = False
+    overrides: dict[str, str] | None = None
 
 
 @runtime_checkable

@@ -29,7 +29,7 @@ def inspect_setup(setup: TrainingSetup) -> SetupFigures:
         raise ArgumentError("lint: step is for torch, whose gradients are clipped in place. Leave step= out.")
     if setup.optimizer is None and setup.opt_state is not None:
         raise ArgumentError("lint: opt_state belongs to an optax transformation. Pass optimizer= too.")
-    if setup.optimizer is not None and not callable(getattr(setup.optimizer, "update", None)):
+    if setup.optimizer is not None and not (hasattr(setup.optimizer, "init") and hasattr(setup.optimizer, "update")):
         raise ArgumentError(
             f"lint: optimizer must be an optax transformation. Received: {describe_value(setup.optimizer)}."
         )
@@ -49,13 +49,12 @@ def inspect_setup(setup: TrainingSetup) -> SetupFigures:
         return figures
     run = _Pass(setup, parameters)
     program = run.program()
+    dtypes = {each.name: each.dtype for each in figures.weights}
     figures = msgspec.structs.replace(
         figures,
         operations=program.operations,
         dtypes=program.dtypes,
-        head={}
-        if program.head is None
-        else {program.head: figures.weights[parameters.names.index(program.head)].dtype},
+        head=None if program.head is None else {program.head: dtypes[program.head]},
     )
     gradients = None if setup.optimizer is None else run.gradients(_scale(setup.scaler) or 1.0)
     if gradients is None:
@@ -158,7 +157,7 @@ class _Pass:
         return read_program(forward.jaxpr, both.jaxpr, self._parameters.names)
 
     def gradients(self, scale: float) -> list[Any] | None:
-        """Return unscaled gradients; None if they are finite with no scale."""
+        """Return unscaled gradients; None if no scale makes them finite."""
         scaled = jax.jit(jax.grad(lambda values, factor: self._loss(values) * factor))
         for _ in range(_HALVINGS):
             found = scaled(self._parameters.values, jnp.float32(scale))

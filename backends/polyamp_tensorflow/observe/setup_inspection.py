@@ -110,13 +110,13 @@ def _measure_pass(
         for row in done.rows
         if set(row.dtype.split(", ")) <= set(HALF_DTYPES) and (kind := _kind(row, layers)) is not None
     ]
-    last = next((row.module for row in reversed(done.rows) if row.rule == "compute" and row.module in layers), None)
-    weights = [] if last is None else [each for each in layers[last].weights if len(each.shape) > 1]
+    last = next((row.module for row in reversed(done.rows) if row.rule == "compute"), "")
+    weights = [each for each in layers[last].weights if len(each.shape) > 1] if last in layers and last else []
     figures = msgspec.structs.replace(
         figures,
         operations=operations,
         dtypes=sorted({dtype for row in done.rows for dtype in row.dtype.split(", ")}),
-        head={f"{last}/{each.name}": dtype_name(each) for each in weights},
+        head={f"{last}/{each.name}": dtype_name(each) for each in weights} or None,
     )
     gradients = None if optimizer is None else _gradients(done, parameters, _scale(scaler))
     if gradients is None:
@@ -150,7 +150,7 @@ def _scale(scaler: Any) -> float:
 
 
 def _gradients(done: _ForwardPass, parameters: list[Any], scale: float) -> list[Any] | None:
-    """Return unscaled gradients, None for a parameter without one; None if they are finite with no scale."""
+    """Return unscaled gradients, None for a parameter without one; None if no scale makes them finite."""
     native = [native_variable(each) for each in parameters]
     for _ in range(_HALVINGS):
         found = [

@@ -21,6 +21,7 @@ from polyamp.linter.setup_figures import SensitiveOperation, SetupFigures, Train
 from polyamp.rules.step_checks import check_loss, split_loss_and_aux
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import dtype_name
+from polyamp_torch.compat import uncompiled_module
 from polyamp_torch.observe.model_copy import copy_model
 from polyamp_torch.observe.torch_only.casting_reports import explain_as_is
 from polyamp_torch.observe.torch_only.step_calls import preserve_random_state, record_step_calls
@@ -44,6 +45,7 @@ _HALVINGS: Final = 40
 def inspect_setup(setup: TrainingSetup) -> SetupFigures:
     """Measure a set-up (`InspectsSetups.inspect_setup`)."""
     model, optimizer, scaler = _checked(setup)
+    setup = setup._replace(model=model)
     scales = scaler is not None and bool(scaler.is_enabled())
     path = path_function(model)
     names = {id(p): path(name) for name, p in model.named_parameters()}
@@ -81,7 +83,7 @@ def _checked(setup: TrainingSetup) -> tuple[nn.Module, Any, Any]:
         raise ArgumentError("lint: opt_state is for JAX; a torch optimizer holds its state. Leave opt_state= out.")
     if setup.step is not None and optimizer is None:
         raise ArgumentError("lint: step needs the optimizer that it moves, which is put back. Pass optimizer= too.")
-    return model, optimizer, scaler
+    return uncompiled_module(model), optimizer, scaler
 
 
 def _trained(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
@@ -152,27 +154,30 @@ def _sensitive_names() -> Mapping[str, str]:
 
 
 def _head(forward: list[OperationCount], model: nn.Module) -> dict[str, str] | None:
-    """Return the weights of the module with the last matrix product, by path."""
-    last = next((row.module for row in reversed(forward) if row.rule == "compute" and row.module), None)
-    if last is None:
-        return None
+    """Return the weights of the module with the last matrix product, by path; None if it has none of its own."""
+    last = next((row.module for row in reversed(forward) if row.rule == "compute"), "")
     part = model.get_submodule(last.replace("/", "."))
-    return {f"{last}/{name}": dtype_name(p.dtype) for name, p in part.named_parameters(recurse=False) if p.ndim > 1}
+    found = {name: dtype_name(p.dtype) for name, p in part.named_parameters(recurse=False) if p.ndim > 1}
+    return {f"{last}/{name}".lstrip("/"): dtype for name, dtype in found.items()} or None
 
 
 def _gradients(
     setup: TrainingSetup, twin: nn.Module, parameters: list[Any], scale: float
 ) -> list[torch.Tensor | None] | None:
-    """Return unscaled gradients of the copies, in their dtype; None if they are finite with no scale."""
+    """Return unscaled gradients of the copies, in their dtype; None if no scale makes them finite."""
+    if not parameters:
+        return None
     for _ in range(_HALVINGS):
         loss, _ = split_loss_and_aux(setup.loss_fn(twin, map_tree(_detached, setup.batch)))
         check_loss(tuple(loss.shape), dtype_name(loss.dtype))
-        if not loss.requires_grad:
+        found: tuple[Any, ...] = (None,)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss.reshape(()) * scale, parameters, allow_unused=True)
+        if all(each is None for each in found):
             raise ArgumentError(
-                "lint: loss_fn(model, batch) must use the model that it is given, a copy, with trained parameters. "
-                "Received: a loss without a gradient."
+                "lint: loss_fn(model, batch) must use the model that it is given, a copy. Received: a loss that "
+                "depends on none of its trained parameters."
             )
-        found = torch.autograd.grad(loss.reshape(()) * scale, parameters, allow_unused=True)
         if all(each is None or bool(torch.isfinite(each).all()) for each in found):
             return [None if each is None else (each.float() / scale).to(each.dtype) for each in found]
         if scale == 1.0:

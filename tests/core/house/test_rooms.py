@@ -45,6 +45,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     "observe/model_copy": ("model_copy",),
     "observe/observer": (),
     "observe/op_dtypes": (),
+    "observe/setup_inspection": ("inspect_setup",),
     "porting/converter": ("{}Converter",),
     "porting/evaluate": ("evaluate",),
     "porting/fill": ("fill",),

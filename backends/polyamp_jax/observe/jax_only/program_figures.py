@@ -90,8 +90,8 @@ def _dtypes(atoms: Any) -> list[str]:
     return [each for each in named if each in FLOAT_DTYPES]
 
 
-def _weights_of_products(jaxpr: compat.Jaxpr, sources: dict[Any, str]) -> Iterator[str]:
-    """Yield the parameter of each matrix product that has one, in order, through casts and moves.
+def _weights_of_products(jaxpr: compat.Jaxpr, sources: dict[Any, str]) -> Iterator[str | None]:
+    """Yield the parameter of each matrix product, in order, through casts and moves; None if it has none.
 
     Args:
         jaxpr: the program.
@@ -102,7 +102,7 @@ def _weights_of_products(jaxpr: compat.Jaxpr, sources: dict[Any, str]) -> Iterat
         known = [sources.get(atom) if _is_variable(atom) else None for atom in eqn.invars]
         given = [each for each in known if each is not None]
         if name in PRODUCTS:
-            yield from given[-1:]
+            yield given[-1] if given else None
         elif (name == _CAST or name in MOVES) and given:
             sources[eqn.outvars[0]] = given[0]
         elif name in STRUCTURES:

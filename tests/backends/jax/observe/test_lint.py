@@ -180,3 +180,18 @@ def test_refused_arguments() -> None:
             polyamp.lint(params, **arguments)
     with pytest.raises(ArgumentError, match="model must be a pytree of parameters"):
         polyamp.lint({"a": jnp.arange(3)})
+
+
+def test_a_tied_head_and_one_without_a_weight() -> None:
+    params = {"embedding": jnp.ones((5, 3), "bfloat16"), "body": jnp.ones((3, 3))}
+
+    def tied(params: Any, batch: Any) -> Any:
+        hidden = jnp.take(params["embedding"], batch, axis=0).astype(jnp.float32) @ params["body"]
+        return jax.nn.log_softmax((hidden @ params["embedding"].T.astype(jnp.float32)))[:, 0].mean()
+
+    report = polyamp.lint(params, loss_fn=tied, batch=Y)
+    assert finding(report, "head_in_16_bits").places == ["embedding"]
+    report = polyamp.lint(
+        params, loss_fn=lambda p, y: (jnp.ones((2, 2)) @ jnp.ones(2)).sum() * p["body"].sum(), batch=Y
+    )
+    assert report.unchecked["head_in_16_bits"] == "logits that a module makes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import polyamp
 from polyamp.cli import app as cli
 from polyamp.errors import ArgumentError
+from polyamp.linter.lint_rules import RULES
 
 
 class RMSNorm(nn.Module):
@@ -164,8 +166,36 @@ def test_a_head_in_16_bits() -> None:
     assert "head_in_16_bits" not in rules(polyamp.lint(model, loss_fn=loss_of_parts, batch=(X, Y)))
 
 
+def test_a_head_without_a_module_is_not_guessed() -> None:
+    model = net().half()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return (model(batch.half()) @ torch.ones(4, 3).half()).float().sum()
+
+    report = polyamp.lint(model, loss_fn=loss, batch=X)
+    assert report.unchecked["head_in_16_bits"] == "logits that a module makes"
+
+
 def loss_of_parts(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model.lm_head(model.body(batch[0].bfloat16()).float()), batch[1])
+
+
+def test_a_glob_that_covers_the_head() -> None:
+    policy = polyamp.Policy("float32", overrides={"**": "bfloat16", "norm": "float32"})
+    report = polyamp.lint(net(), loss_fn=loss_fn, batch=(X, Y), policy=policy)
+    assert rules(report) == ["head_by_glob"]
+    assert report.findings[0].figure == "'**': 'bfloat16' of the policy's overrides covers it"
+    named = policy.replace(overrides={**policy.overrides, "lm_head": "float32"})
+    assert rules(polyamp.lint(net(), loss_fn=loss_fn, batch=(X, Y), policy=named)) == []
+    assert polyamp.lint(net(), policy="float32").unchecked["head_by_glob"] == "loss_fn and batch"
+
+
+def test_a_compiled_model_is_inspected_as_it_was() -> None:
+    model = net().bfloat16()
+    compiled = torch.compile(model, backend="eager")
+    report = polyamp.lint(compiled, loss_fn=lambda m, batch: m(batch.bfloat16()).float().mean(), batch=X)
+    assert finding(report, "norm_in_16_bits").places == ["norm: native_layer_norm"]
+    assert finding(report, "head_in_16_bits").places == ["lm_head/weight"]
 
 
 class Loop:
@@ -278,6 +308,7 @@ def test_refused_arguments() -> None:
         ({"scaler": 2.0}, "scaler must be a torch.amp.GradScaler"),
         ({"opt_state": {}}, "opt_state is for JAX"),
         ({"loss_fn": lambda model, batch: X.sum(), "batch": X}, "must use the model that it is given"),
+        ({"loss_fn": lambda model, batch: loop.model(X).sum(), "batch": X}, "must use the model that it is given"),
     ):
         with pytest.raises(ArgumentError, match=message):
             polyamp.lint(loop.model, **arguments)
@@ -313,3 +344,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli.app, ["lint", str(file)]).exit_code == 0
     file.write_text("loss_fn = 1")
     assert CliRunner().invoke(cli.app, ["lint", str(file)]).exit_code == 2
+
+
+def test_the_guide_prints_what_it_says_and_names_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[4] / "docs" / "guides" / "lint.md").read_text(encoding="utf-8")
+    ((code, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", guide, re.DOTALL)
+    exec(compile(code, "docs/guides/lint.md", "exec"), {})
+    assert re.sub(r"[\d.]+ %", "x %", capsys.readouterr().out) == re.sub(r"[\d.]+ %", "x %", printed)
+    assert re.findall(r"^\| (\w+) \|", guide, re.MULTILINE)[1:] == [rule.name for rule in RULES]
