@@ -30,8 +30,9 @@ def inspect_setup(setup: TrainingSetup) -> SetupFigures:
     if setup.optimizer is None and setup.opt_state is not None:
         raise ArgumentError("lint: opt_state belongs to an optax transformation. Pass optimizer= too.")
     if setup.optimizer is not None and not (hasattr(setup.optimizer, "init") and hasattr(setup.optimizer, "update")):
+        hint = " Pass its .tx, and .opt_state as opt_state=." if hasattr(setup.optimizer, "tx") else ""
         raise ArgumentError(
-            f"lint: optimizer must be an optax transformation. Received: {describe_value(setup.optimizer)}."
+            f"lint: optimizer must be an optax transformation. Received: {describe_value(setup.optimizer)}.{hint}"
         )
     opt_state = setup.opt_state
     if setup.optimizer is not None and opt_state is None:
@@ -104,7 +105,8 @@ def _parameters(model: Any) -> _Parameters:
     paths = [tuple(map(_key_text, found[place][0])) for place in places]
     leaves = [leaf for _, leaf in found]
     values = [jnp.asarray(leaves[place]) for place in places]
-    return _Parameters(["/".join(path) for path in paths], paths, values, leaves, places, structure)
+    names = ["/".join(path).removesuffix("/value") for path in paths]  # flax's variables have a value
+    return _Parameters(names, paths, values, leaves, places, structure)
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from polyamp.errors import ArgumentError
 from polyamp.linter.setup_figures import StepCall
 from polyamp_torch.observe.torch_only.attribute_snapshot import preserve_attributes
 from polyamp_torch.porting.inventory import module_tensors
+
+_CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+"""Functions of `torch.nn.utils`; the last one is newer than the oldest supported torch."""
 
 
 def record_step_calls(step: Any, model: nn.Module, optimizer: Any, scaler: Any) -> list[StepCall]:
@@ -42,7 +45,7 @@ class _CallRecorder:
     def __init__(self, optimizer: Any, scaler: Any) -> None:
         self.calls: list[StepCall] = []
         self._scaler = scaler
-        clips = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_)
+        clips = [getattr(nn.utils, name) for name in _CLIPS if hasattr(nn.utils, name)]
         self._clips = {_code(each): each.__name__ for each in clips}
         kinds = {torch.amp.GradScaler, *(type(scaler).__mro__ if scaler is not None else ())}
         self._unscales, self._steps = (
@@ -85,6 +88,8 @@ class _CallRecorder:
             return
         caller = frame.f_back
         while caller is not None and caller.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            if caller.f_code in self._clips:  # one clip is made of another
+                return
             caller = caller.f_back
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller is not None else ""
         self.calls.append(StepCall(action, name, place))

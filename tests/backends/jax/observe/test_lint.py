@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import polyamp
 from polyamp.errors import ArgumentError
@@ -168,6 +170,23 @@ def test_leaves_that_are_no_arrays_stay() -> None:
     assert rules(report) == []
 
 
+def test_nnx_and_equinox_models_are_pytrees() -> None:
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    other = eqx.nn.Linear(8, 4, key=jax.random.key(0), dtype=jnp.bfloat16)
+
+    def loss(model: Any, batch: Any) -> Any:
+        out = jax.vmap(model)(batch) if isinstance(model, eqx.Module) else model(batch)
+        return out.astype(jnp.float32).mean()
+
+    for each, kernel in ((model, "kernel"), (other, "weight")):
+        report = polyamp.lint(each, optimizer=optax.adam(1e-9), loss_fn=loss, batch=X)
+        assert rules(report) == ["parameters_in_16_bits", "moments_in_16_bits", "head_in_16_bits"]
+        assert finding(report, "head_in_16_bits").places == [kernel]
+        assert f"mu of {kernel}" in finding(report, "moments_in_16_bits").places
+    with pytest.raises(ArgumentError, match=r"Pass its \.tx"):
+        polyamp.lint(model, optimizer=nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+
+
 def test_refused_arguments() -> None:
     params, _ = net()
     for arguments, message in (
@@ -187,7 +206,7 @@ def test_a_tied_head_and_one_without_a_weight() -> None:
 
     def tied(params: Any, batch: Any) -> Any:
         hidden = jnp.take(params["embedding"], batch, axis=0).astype(jnp.float32) @ params["body"]
-        return jax.nn.log_softmax((hidden @ params["embedding"].T.astype(jnp.float32)))[:, 0].mean()
+        return jax.nn.log_softmax(hidden @ params["embedding"].T.astype(jnp.float32))[:, 0].mean()
 
     report = polyamp.lint(params, loss_fn=tied, batch=Y)
     assert finding(report, "head_in_16_bits").places == ["embedding"]

@@ -252,6 +252,9 @@ def test_a_clip_before_unscaling() -> None:
     (place,) = found.places
     line = int(place.rpartition(":")[2])
     assert "clip_grad_norm_(self" in Path(__file__).read_text().splitlines()[line - 1]
+    loop.step()  # so that there are gradients
+    loop.step = lambda: nn.utils.clip_grad_value_(loop.model.parameters(), 1.0)  # type: ignore[method-assign]  # alone
+    assert finding(loop.lint(), "clip_before_unscale").figure.startswith("clip_grad_value_ clips gradients")
     loop = Loop(enabled=False)
     loop.unscales = False
     assert "clip_before_unscale" not in rules(loop.lint())
