@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TraceError,
         UnsupportedError,
     )
+    from polyamp.linter.lint import lint
     from polyamp.monitor.monitor import Monitor
     from polyamp.nonfinite.find_nonfinite import find_nonfinite
     from polyamp.nonfinite.replay import replay
@@ -78,6 +79,7 @@ _EXPORTS = {
         *("GradientError", "LossError", "LossScaleError", "LossScaleStuckError", "ModelError", "PolicyError"),
         *("PolyampError", "PortError", "RecipeError", "ReplicaError", "StateError", "TraceError", "UnsupportedError"),
     ),
+    "linter.lint": ("lint",),
     "monitor.monitor": ("Monitor",),
     "nonfinite.find_nonfinite": ("find_nonfinite",),
     "nonfinite.replay": ("replay",),
@@ -157,6 +159,7 @@ __all__ = [
     "explain",
     "find_nonfinite",
     "init",
+    "lint",
     "losses",
     "no_decay",
     "parameters",

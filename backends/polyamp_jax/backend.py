@@ -44,6 +44,7 @@ from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
     from polyamp.doctor.probe import CapabilityProbe
+    from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
     from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.optimizer_layout import StateConverter
@@ -213,6 +214,11 @@ class JaxBackend:
 
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error, batch, casts=any(state.setup.plan.cast for state in states))
+
+    def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
+        from polyamp_jax.observe.setup_inspection import inspect_setup
+
+        return inspect_setup(setup)
 
     @property
     def porting_states(self) -> StateConverter:

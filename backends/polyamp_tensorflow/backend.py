@@ -41,6 +41,7 @@ from polyamp_tensorflow.step.update import update_states
 
 if TYPE_CHECKING:
     from polyamp.doctor.probe import CapabilityProbe
+    from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
     from polyamp.parity.trace.observer import Observer
     from polyamp.porting.states.optimizer_layout import StateConverter
 
@@ -86,6 +87,11 @@ class TensorFlowBackend:
         check_is_model(model)
         check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
         return TensorFlowState(model, recipe, self)
+
+    def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
+        from polyamp_tensorflow.observe.setup_inspection import inspect_setup
+
+        return inspect_setup(setup)
 
     def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
         """Report the operations of `loss_fn(model, batch)`. An operation that no list names follows its inputs, so

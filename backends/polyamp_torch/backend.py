@@ -40,6 +40,7 @@ from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
     from polyamp.doctor.probe import CapabilityProbe
+    from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
     from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.optimizer_layout import StateConverter
@@ -199,6 +200,11 @@ class TorchBackend:
         from polyamp_torch.observe.torch_only.casting_reports import explain
 
         return explain(target, policy, *inputs, strict=strict)
+
+    def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
+        from polyamp_torch.observe.setup_inspection import inspect_setup
+
+        return inspect_setup(setup)
 
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)

@@ -1,4 +1,4 @@
-"""Commands `demo`, `parity` and `bench`; `port`, `doctor`, `monitor`, `diagnose` and `explain` have files of their own.
+"""Commands `demo`, `parity` and `bench`; each other command has a file of its own.
 
 Exit status: 0 success; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
 a command whose extra is not installed. Each command imports its dependencies when it runs. With `--json`, standard
@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import typer
 
 import polyamp
-from polyamp.cli import diagnose, doctor, explain, monitor, port, tables
+from polyamp.cli import diagnose, doctor, explain, lint, monitor, port, tables
 from polyamp.cli.console import exit_with_error, make_console
 from polyamp.demo import digits
 from polyamp.demo.comparison_report import DemoReport
@@ -40,6 +40,7 @@ app.command()(doctor.doctor)
 app.command()(monitor.monitor)
 app.command()(diagnose.diagnose)
 app.command()(explain.explain)
+app.command()(lint.lint)
 
 Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
 Policies = Annotated[

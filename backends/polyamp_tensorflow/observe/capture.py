@@ -63,7 +63,7 @@ def capture_pass(
     parts = ReplicaOutputs(on_capture, replicas, rows_per_replica(batch, replicas))
     operations = OpDtypeRecorder(enabled=int(state.step) == 0) if operations is None else operations
     probes = OutputProbes(parts.on_capture, scale, operations)
-    with _preserve_state(state), _run_eagerly(), probes.install(model, holds.paths), _explain_float64_errors(state):
+    with _preserve_state(state), run_eagerly(), probes.install(model, holds.paths), _explain_float64_errors(state):
         run = state.backend.value_and_grad(probes.wrap_loss(loss_fn, model), compile=False)
         result, (gradients,) = run([state], batch)
     parts.finish()
@@ -106,7 +106,7 @@ def _preserve_state(state: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _run_eagerly() -> Iterator[None]:
+def run_eagerly() -> Iterator[None]:
     """Context manager that runs every `tf.function` as Python, so that layers inside it have values."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)

@@ -45,6 +45,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     "observe/model_copy": ("model_copy",),
     "observe/observer": (),
     "observe/op_dtypes": (),
+    "observe/setup_inspection": ("inspect_setup",),
     "porting/converter": ("{}Converter",),
     "porting/evaluate": ("evaluate",),
     "porting/fill": ("fill",),
@@ -80,7 +81,7 @@ CORE_FLOORS = (
     ("train", "losses", "doctor"),
     ("porting",),
     ("parity",),
-    ("diagnosis", "nonfinite"),
+    ("diagnosis", "linter", "nonfinite"),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
     ("conformance", "demo", "reference"),
     ("cli",),

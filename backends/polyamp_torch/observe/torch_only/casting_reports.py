@@ -95,6 +95,18 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> 
             return run.report(policy, call, arguments, list(model.parameters()), device.type, strict)
 
 
+def explain_as_is(model: nn.Module, loss_fn: Any, batch: Any) -> CastingReport:
+    """Run `loss_fn(model, batch)` and its backward pass as the program has it, under no policy, and report operations.
+
+    The rule of each row is that of the op list, whether or not the operation ran by it. The model is one's own copy.
+    """
+    policy, path = Policy("float32"), path_function(model)
+    run = _CountMode(policy.plan(), {part: path(name) for name, part in model.named_modules()})
+    arguments = [model, *_copied([batch])]
+    found = run.report(policy, loss_fn, arguments, list(model.parameters()), module_device(model).type, strict=False)
+    return CastingReport(policy, [row._replace(rule=_list_rule(row.name)) for row in found.operations], found.casts)
+
+
 class _CountMode(DispatchMode):  # type: ignore[misc]  # torch does not annotate it
     """Mode that counts the operations of a pass.
 
