@@ -106,6 +106,7 @@ class Monitor:
         self._call = 0
         self._before: tuple[int, int] | None = None
         self._first: StepResult | None = None
+        self._run_end: int | None = None
 
     @property
     def every(self) -> int:
@@ -144,7 +145,26 @@ class Monitor:
     def begin_call(self) -> bool:
         """Count a call of the step, and return whether it is read. Called by `train_step`."""
         self._call += 1
-        return self.enabled and self._call % self.every == 0
+        return self.is_due(self._call)
+
+    def is_due(self, call: int) -> bool:
+        """Return whether a call would be read."""
+        return self.enabled and call % self.every == 0
+
+    def begin_run(self, step: int) -> None:
+        """Count skips from this number of updates on. Called where a loop of another library begins, such as `fit`.
+
+        What the model was trained without the monitor since `end_run` is left out.
+        """
+        self.flush()
+        calls, steps = self._before or (self._call, step)
+        self._before = (calls, steps + (0 if self._run_end is None else step - self._run_end))
+        self._run_end = None
+
+    def end_run(self, step: int) -> None:
+        """Note the number of updates at the end of what `begin_run` began, and read what is still on the device."""
+        self.flush()
+        self._run_end = step
 
     def cancel_call(self) -> None:
         """Count the last call of `begin_call` no more: the step raised and changed nothing."""
