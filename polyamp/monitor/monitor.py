@@ -95,10 +95,7 @@ class Monitor:
         self._selection = MonitorSelection(bool(gradients), bool(weights), bool(updates), chosen, 1)
         self._writers: list[MonitorWriter] = list(writers)
         for writer in self._writers:
-            if not callable(getattr(writer, "write", None)) or not callable(getattr(writer, "close", None)):
-                raise ArgumentError(
-                    f"each of writers must have write(record) and close(). Received: {describe_value(writer)}."
-                )
+            _check_writer(writer)
         self._records: list[MonitorRecord] = []
         self._pending: list[_PendingRead] = []
         self._judge: ScaleJudge | None = None
@@ -233,6 +230,18 @@ class Monitor:
             raise ArgumentError("save: nothing was recorded yet. Run at least `every` steps first.")
         return save_page(monitor_page(self._header, records), path)
 
+    def add_writer(self, writer: MonitorWriter) -> None:
+        """Give the records from now on to a further writer, such as one of a tracker that is made after the monitor.
+
+        Raises:
+            ArgumentError: it has no `write(record)` and `close()`.
+        """
+        _check_writer(writer)
+        self.flush()
+        self._writers.append(writer)
+        if self._header is not None:
+            self._begin_writer(writer, self._header)
+
     def close(self) -> None:
         """Read what is still on the device, and close the writers."""
         self.flush()
@@ -323,9 +332,12 @@ class Monitor:
             backend=source.backend,
         )
         for writer in tuple(self._writers):
-            begin = getattr(writer, "begin", None)
-            if begin is not None:
-                self._attempt(writer, functools.partial(begin, header))
+            self._begin_writer(writer, header)
+
+    def _begin_writer(self, writer: MonitorWriter, header: MonitorHeader) -> None:
+        begin = getattr(writer, "begin", None)
+        if begin is not None:
+            self._attempt(writer, functools.partial(begin, header))
 
     def _attempt(self, writer: MonitorWriter, action: Callable[[], None]) -> None:
         """Run a writer's method; one that fails, because the disk is full, is left out from then on."""
@@ -366,6 +378,11 @@ def _element(result: StepResult, index: int) -> StepResult:
         },
         monitor=slots._replace(**{k: v[index] for k, v in slots._asdict().items() if v is not None}),
     )
+
+
+def _check_writer(writer: Any) -> None:
+    if not callable(getattr(writer, "write", None)) or not callable(getattr(writer, "close", None)):
+        raise ArgumentError(f"each of writers must have write(record) and close(). Received: {describe_value(writer)}.")
 
 
 def _check_modules(modules: Any) -> None:

@@ -37,10 +37,8 @@ from polyamp_torch.own_loop.gradients import (
     unscale_gradients,
 )
 from polyamp_torch.own_loop.skip_report import SkipEvidence, SkipReport, merge_reports, non_finite_names
-from polyamp_torch.own_loop.torch_only.loop_record import (
-    OptimizerRecord,
-    watch_scaled_backward,
-)
+from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
+from polyamp_torch.own_loop.torch_only.loop_record import OptimizerRecord, watch_scaled_backward
 from polyamp_torch.own_loop.torch_only.scaler_checks import (
     GradScalerError,
     refuse_closure,
@@ -54,7 +52,6 @@ from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciproca
 
 if TYPE_CHECKING:
     from polyamp.monitor.monitor import Monitor
-    from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 
 
 def native_scaler(scaler: LossScaler, **options: Any) -> GradScaler:
@@ -119,8 +116,6 @@ class GradScaler(ScalerState):
         self.skip = skip
         self._ranks = RankAgreement(process_group)
 
-    _monitoring: LoopMonitor | None = None
-
     def watch(
         self, module: torch.nn.Module, monitor: Monitor | None = None, policy: Policy | str = "mixed_float16"
     ) -> GradScaler:
@@ -129,8 +124,6 @@ class GradScaler(ScalerState):
         steps (S35) under the policy that the loop computes in; an iteration ends with `update()`."""
         self._loop.names.add(module)
         if monitor is not None:
-            from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor  # most loops have no monitor
-
             self._monitoring = LoopMonitor(module, monitor, Recipe(policy=policy, scaler=self._scaler))
         return self
 

@@ -7,12 +7,11 @@ The host chooses one of two train functions before each execution: Keras's own, 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from polyamp.errors import ArgumentError, describe_value
-from polyamp.monitor.monitor import Monitor
 from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -22,6 +21,9 @@ from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import scaling_optimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit_figures import FitFigures
 from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE
+
+if TYPE_CHECKING:
+    from polyamp.monitor.monitor import Monitor
 
 
 class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
@@ -57,6 +59,8 @@ class MonitorCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras 
 
     def __init__(self, monitor: Monitor, policy: Policy | str | None = None) -> None:
         super().__init__()
+        from polyamp.monitor.monitor import Monitor  # imports what an ordinary start does not need
+
         if not isinstance(monitor, Monitor):
             raise ArgumentError(f"monitor must be a polyamp.Monitor. Received: {describe_value(monitor)}.")
         self.monitor = monitor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -122,3 +123,15 @@ def test_s35_an_iteration_of_two_optimizers_is_one_record() -> None:
         (4, 4, 2),
         (6, 6, 2),
     ]
+
+
+def test_s35_a_copy_of_a_scaler_tells_no_monitor() -> None:
+    model, monitor = network(), polyamp.Monitor(every=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = polyamp_torch.GradScaler(SCALER).watch(model, monitor, "float32")
+    for each in (scaler, copy.deepcopy(scaler)):
+        each.scale(loss_fn(model, batches()[0])).backward()
+        each.step(optimizer)
+        each.update()
+        optimizer.zero_grad()
+    assert [record.call for record in monitor.records] == [1]
