@@ -9,6 +9,7 @@ For `fit` and custom training loops:
 - `compile` configures a model by a recipe;
 - `apply_policy` applies a policy to a built model, permanently or for a block;
 - `LossScaleOptimizer` wraps any Keras optimizer;
+- `MonitorCallback` gives the steps of `fit` to a `polyamp.Monitor`;
 - `SpecOptimizer` is a Keras optimizer with PyTorch's formulas.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import LossScaleLogger, compile, guard  # noqa: A004  # Keras's word for it
+from polyamp_tensorflow.own_loop.tensorflow_only.fit_monitor import MonitorCallback
 from polyamp_tensorflow.precision.autocast import AppliedPolicy, apply_policy, dtype_policy
 from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import TensorFlowState
@@ -26,6 +28,7 @@ __all__ = [
     "AppliedPolicy",
     "LossScaleLogger",
     "LossScaleOptimizer",
+    "MonitorCallback",
     "SpecOptimizer",
     "TensorFlowBackend",
     "TensorFlowState",

@@ -95,10 +95,7 @@ class Monitor:
         self._selection = MonitorSelection(bool(gradients), bool(weights), bool(updates), chosen, 1)
         self._writers: list[MonitorWriter] = list(writers)
         for writer in self._writers:
-            if not callable(getattr(writer, "write", None)) or not callable(getattr(writer, "close", None)):
-                raise ArgumentError(
-                    f"each of writers must have write(record) and close(). Received: {describe_value(writer)}."
-                )
+            _check_writer(writer)
         self._records: list[MonitorRecord] = []
         self._pending: list[_PendingRead] = []
         self._judge: ScaleJudge | None = None
@@ -106,6 +103,7 @@ class Monitor:
         self._call = 0
         self._before: tuple[int, int] | None = None
         self._first: StepResult | None = None
+        self._run_end: int | None = None
 
     @property
     def every(self) -> int:
@@ -144,7 +142,26 @@ class Monitor:
     def begin_call(self) -> bool:
         """Count a call of the step, and return whether it is read. Called by `train_step`."""
         self._call += 1
-        return self.enabled and self._call % self.every == 0
+        return self.is_due(self._call)
+
+    def is_due(self, call: int) -> bool:
+        """Return whether a call would be read."""
+        return self.enabled and call % self.every == 0
+
+    def begin_run(self, step: int) -> None:
+        """Count skips from this number of updates on. Called where a loop of another library begins, such as `fit`.
+
+        What the model was trained without the monitor since `end_run` is left out.
+        """
+        self.flush()
+        calls, steps = self._before or (self._call, step)
+        self._before = (calls, steps + (0 if self._run_end is None else step - self._run_end))
+        self._run_end = None
+
+    def end_run(self, step: int) -> None:
+        """Note the number of updates at the end of what `begin_run` began, and read what is still on the device."""
+        self.flush()
+        self._run_end = step
 
     def cancel_call(self) -> None:
         """Count the last call of `begin_call` no more: the step raised and changed nothing."""
@@ -212,6 +229,18 @@ class Monitor:
         if self._header is None:
             raise ArgumentError("save: nothing was recorded yet. Run at least `every` steps first.")
         return save_page(monitor_page(self._header, records), path)
+
+    def add_writer(self, writer: MonitorWriter) -> None:
+        """Give the records from now on to a further writer, such as one of a tracker that is made after the monitor.
+
+        Raises:
+            ArgumentError: it has no `write(record)` and `close()`.
+        """
+        _check_writer(writer)
+        self.flush()
+        self._writers.append(writer)
+        if self._header is not None:
+            self._begin_writer(writer, self._header)
 
     def close(self) -> None:
         """Read what is still on the device, and close the writers."""
@@ -303,9 +332,12 @@ class Monitor:
             backend=source.backend,
         )
         for writer in tuple(self._writers):
-            begin = getattr(writer, "begin", None)
-            if begin is not None:
-                self._attempt(writer, functools.partial(begin, header))
+            self._begin_writer(writer, header)
+
+    def _begin_writer(self, writer: MonitorWriter, header: MonitorHeader) -> None:
+        begin = getattr(writer, "begin", None)
+        if begin is not None:
+            self._attempt(writer, functools.partial(begin, header))
 
     def _attempt(self, writer: MonitorWriter, action: Callable[[], None]) -> None:
         """Run a writer's method; one that fails, because the disk is full, is left out from then on."""
@@ -346,6 +378,11 @@ def _element(result: StepResult, index: int) -> StepResult:
         },
         monitor=slots._replace(**{k: v[index] for k, v in slots._asdict().items() if v is not None}),
     )
+
+
+def _check_writer(writer: Any) -> None:
+    if not callable(getattr(writer, "write", None)) or not callable(getattr(writer, "close", None)):
+        raise ArgumentError(f"each of writers must have write(record) and close(). Received: {describe_value(writer)}.")
 
 
 def _check_modules(modules: Any) -> None:

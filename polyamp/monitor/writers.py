@@ -99,6 +99,7 @@ class TrackerWriter:
     Args:
         tracker: an object with `log(numbers, step=...)`, or `log_metrics` (`mlflow`, Lightning's loggers).
         prefix: of the names.
+        first_step: added to a record's call, for a training that goes on from a checkpoint.
 
     Raises:
         ArgumentError: it has neither method.
@@ -110,7 +111,7 @@ class TrackerWriter:
         >>> writer = TrackerWriter(Run())
     """
 
-    def __init__(self, tracker: Any, prefix: str = "polyamp/") -> None:
+    def __init__(self, tracker: Any, prefix: str = "polyamp/", first_step: int = 0) -> None:
         log = getattr(tracker, "log_metrics", None) or getattr(tracker, "log", None)
         if not callable(log):
             raise ArgumentError(
@@ -119,10 +120,12 @@ class TrackerWriter:
             )
         self._log = log
         self._prefix = prefix
+        self._first_step = first_step
 
     def write(self, record: MonitorRecord) -> None:
         """Log a record's numbers under its call."""
-        self._log({self._prefix + name: value for name, value in scalar_values(record)}, step=record.call)
+        numbers = {self._prefix + name: value for name, value in scalar_values(record)}
+        self._log(numbers, step=self._first_step + record.call)
 
     def close(self) -> None:
         """Do nothing: the run belongs to the user."""

@@ -1,10 +1,8 @@
 """`LossScaleOptimizer`, the native scaler: a Keras optimizer with polyamp's rules, for `fit` and custom loops.
 
-    scale_loss(loss)     float32 first, then times the scale (S6)
-    apply(gradients)     sum over replicas -> [sum over micro-batches] -> unscale -> norm and finite flag -> clip
-                         -> the inner optimizer under one condition for all replicas -> scale adjustment  (S8 to S15)
-
-`optimizer_update` has the update, `running_statistics` what `keep_statistics` restores.
+scale_loss(loss)     float32 first, then times the scale (S6)
+apply(gradients)     sum over replicas -> [sum over micro-batches] -> unscale -> norm and finite flag -> clip
+                     -> the inner optimizer under one condition for all replicas -> scale adjustment  (S8 to S15)
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,10 +25,12 @@ from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
 from polyamp_tensorflow.arrays import at_least_float32, native_variable, to_dense_float32
 from polyamp_tensorflow.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_tensorflow.own_loop.skip_report import non_finite_names
+from polyamp_tensorflow.own_loop.tensorflow_only.fit_figures import FitFigures
 from polyamp_tensorflow.own_loop.tensorflow_only.keras_loss_scale_optimizer import (
     adopt_keras_scale,
     check_scaler_options,
     is_keras_wrapper_file,
+    keras_numbers,
     load_from_keras,
     pop_inner_optimizer,
     scaler_from_arguments,
@@ -60,13 +60,6 @@ from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import (
 )
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _without_autograph(method: _Method) -> _Method:
-    """Disable AutoGraph, which would rewrite the method and its exceptions."""
-    unconverted: _Method = tf.autograph.experimental.do_not_convert(method)
-    return unconverted
 
 
 def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
@@ -163,6 +156,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._starts: weakref.WeakKeyDictionary[Any, StartValues] = weakref.WeakKeyDictionary()
         self._share: MicroBatchShare | None = None
         self._watch = StuckScaleMonitor()
+        self.figures: FitFigures | None = None  # while a step of `fit` that a monitor reads is run, or traced
 
     def _scalar(self, name: str, value: float) -> Any:
         dtype = "float32" if name == "scale" else "int32"
@@ -215,6 +209,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     def skipped_steps(self) -> int:
         """Number of skipped updates. Reading it waits for the device."""
         return int(self._state.scale.skipped.numpy())
+
+    @property
+    def micro_step(self) -> Any:
+        """Calls of `apply` since the last update, int32 scalar."""
+        return tf.convert_to_tensor(native_variable(self._state.micro_step))
 
     @property
     def update_was_skipped(self) -> Any:
@@ -301,7 +300,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     # The two halves of a step.
 
-    @_without_autograph
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph rewrites errors
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss in float32, times the scale.
 
@@ -313,11 +312,13 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             LossError: not floating.
         """
         self._calls.record()
-        scale = native_variable(self.dynamic_scale) if self.scaler.scales else None
-        scaled = scale_custom_loop_loss(loss, scale)
-        return scaled if self._share is None else scaled * self._share.weight
+        scaled = scale_custom_loop_loss(loss, native_variable(self.dynamic_scale) if self.scaler.scales else None)
+        weight = None if self._share is None else self._share.weight
+        if self.figures is not None:
+            self.figures.see_loss(loss, weight)
+        return scaled if weight is None else scaled * weight
 
-    @_without_autograph
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph rewrites errors
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Unscale, check and clip gradients of the scaled loss, and update unless one of them is not finite.
 
@@ -440,8 +441,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if not isinstance(optimizer, _Base) or isinstance(optimizer, LossScaleOptimizer):
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             raise RecipeError(f"from_keras takes a keras.optimizers.LossScaleOptimizer. Received: {kind}.")
-        numbers = {} if scaler is not None else {"initial_scale": optimizer.initial_scale,
-                   "dynamic_growth_steps": optimizer.dynamic_growth_steps}  # fmt: skip
+        numbers = {} if scaler is not None else keras_numbers(optimizer)
         made = cls(optimizer.inner_optimizer, **numbers, scaler=scaler, **{"name": optimizer.name, **settings})
         if optimizer.built:
             made.build(own_trainable_variables(optimizer))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import tensorflow as tf
 
 from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, collect_slots
-
-if TYPE_CHECKING:
-    from polyamp_tensorflow.step.state import TensorFlowState
 
 
 class TensorFlowSlots:
@@ -39,17 +36,21 @@ _FUNCTIONS: Final = TensorFlowSlots()
 
 
 class MonitoredUpdate:
-    """Collects the figures of one update of a state: made before it, finished after it.
+    """Collects the figures of one update: made before it, finished after it.
 
     Args:
-        state: the state.
         selection: what is collected.
+        parameters: path -> trainable variable.
         gradients: path -> unscaled gradient, before clipping.
+        scale: the scale of this step's loss.
     """
 
-    def __init__(self, state: TensorFlowState, selection: MonitorSelection, gradients: Mapping[str, Any]) -> None:
+    def __init__(
+        self, selection: MonitorSelection, parameters: Mapping[str, Any], gradients: Mapping[str, Any], scale: Any
+    ) -> None:
         self._selection = selection
-        self._old = {name: tf.identity(_value(p)) for name, p in state.variables.parameters.items()}
+        self._parameters = parameters
+        self._old = self._values()
         self._slots = collect_slots(
             selection._replace(updates=False),
             _FUNCTIONS,
@@ -57,17 +58,19 @@ class MonitoredUpdate:
             self._old,
             {},
             read=tf.constant(True),
-            scale=tf.identity(state.scale_state.scale),
+            scale=tf.identity(scale),
             carried=tf.constant(1.0),
         )
 
-    def finish(self, state: TensorFlowState) -> MonitorSlots:
+    def _values(self) -> dict[str, Any]:
+        return {name: tf.identity(_value(variable)) for name, variable in self._parameters.items()}
+
+    def finish(self) -> MonitorSlots:
         """Return the figures, after the update."""
         if not self._selection.updates:
             return self._slots
-        now = {name: tf.identity(_value(p)) for name, p in state.variables.parameters.items()}
         only = self._selection._replace(gradients=False, weights=False)
-        rest = collect_slots(only, _FUNCTIONS, {}, self._old, now, read=None, scale=None, carried=None)
+        rest = collect_slots(only, _FUNCTIONS, {}, self._old, self._values(), read=None, scale=None, carried=None)
         return self._slots._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
 
 

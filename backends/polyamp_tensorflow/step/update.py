@@ -43,10 +43,11 @@ def update_states(
     for state, item, values, (norm, finite) in zip(states, gradients, fitted, found, strict=True):
         stats = GradStats(tf.cast(norm, tf.float32), finite, item.weight)
         decision = decide(state.recipe.loss_scaler, state.scale_state, state.step, stats, flags, skip, XP)
-        watch = None if monitor is None else MonitoredUpdate(state, monitor, values)
+        parameters, scale = state.variables.parameters, state.scale_state.scale
+        watch = None if monitor is None else MonitoredUpdate(monitor, parameters, values, scale)
         _commit_update(state, values, item.running, norm, decision)
         result = decision.result(stats)
-        results.append(result if watch is None else result._replace(monitor=watch.finish(state)))
+        results.append(result if watch is None else result._replace(monitor=watch.finish()))
     return results
 
 

@@ -15,12 +15,15 @@ import torch
 from torch import nn
 
 from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.monitor.monitor import Monitor
+from polyamp.monitor.writers import TrackerWriter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
 from polyamp_torch.distributed.fsdp_mixed_precision import mixed_precision_policy
 from polyamp_torch.integrations.loop_adapter import LoopRegion, LoopSettings, require_extra
+from polyamp_torch.integrations.loop_watch import LoopWatch
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 
 with require_extra("accelerate"):
@@ -60,13 +63,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         policy: a `Policy` or its spelling, with float32 parameters, in autocast mode; None for the precision from
             `mixed_precision` or `accelerate launch`, as in Accelerate.
         scaler: a `LossScaler`, a preset's name, or None for the policy's default.
+        monitor: a `polyamp.Monitor`, which reads the steps of the first prepared model that is trained (S35). Its
+            records go to the trackers too, those of `init_trackers(...)`; `end_training()` reads the last.
         **options: options of `accelerate.Accelerator`, except the handlers of autocast and scaler, which the policy
             and the scaler replace. If `mixed_precision` is passed with a policy, they must agree.
 
     Raises:
+        ArgumentError: `monitor` is not one.
         PolicyError: an option, or `accelerate launch`, requests another precision.
         UnsupportedError: a policy that Accelerate's loop does not support; FSDP1, DeepSpeed, Megatron-LM or a TPU;
-            later, LBFGS under a scaler.
+            a monitor with FSDP2; later, LBFGS under a scaler or with a monitor, and a second model with a monitor.
 
     Example:
         >>> accelerator = Accelerator("mixed_bfloat16", cpu=True)
@@ -79,7 +85,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     """
 
     def __init__(
-        self, policy: Policy | str | None = None, scaler: LossScaler | str | None = None, **options: Any
+        self,
+        policy: Policy | str | None = None,
+        scaler: LossScaler | str | None = None,
+        *,
+        monitor: Monitor | None = None,
+        **options: Any,
     ) -> None:
         word = options.pop("mixed_precision", None)
         if policy is None:
@@ -96,6 +107,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         self.settings: Final = LoopSettings.create(policy, scaler, self.device.type, library="Accelerate")
         self.scaler = self.settings.scaler
         self._cleanups: dict[nn.Module, contextlib.ExitStack] = {}
+        self._watch = None if monitor is None else self._watch_by(monitor)
+
+    def _watch_by(self, monitor: Monitor) -> LoopWatch:
+        watch = LoopWatch(monitor, self.settings)
+        if self.is_fsdp2:
+            raise UnsupportedError(
+                "monitor= reads parameters that are whole in every process. Received: an Accelerator with FSDP2. "
+                "Leave out monitor=, or train with polyamp.train_step(..., monitor=monitor)."
+            )
+        monitor.add_writer(TrackerWriter(self))
+        return watch
 
     @property
     def mixed_precision(self) -> str:
@@ -138,6 +160,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         prepared = super().prepare_model(model, *args, **kwargs)
         if not known:
             self._add_snapshot_hook(prepared, inside=model)
+        if self._watch is not None and not kwargs.get("evaluation_mode"):
+            self._watch.watch(uncompiled_module(model))
         return prepared
 
     def _apply_policy(self, model: nn.Module) -> bool:
@@ -203,22 +227,38 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         """Free memory as Accelerate does, and remove the policy from all models."""
         while self._cleanups:
             self._cleanups.popitem()[1].close()
+        if self._watch is not None:
+            self._watch.release()
         return super().free_memory(*objects)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Prepare an optimizer as Accelerate does, with a `step_was_skipped` that is valid for fused optimizers too.
 
         Raises:
-            UnsupportedError: LBFGS under a scaler.
+            UnsupportedError: LBFGS under a scaler, or with a monitor.
         """
         self.settings.check_optimizer(optimizer)
+        if self._watch is not None:
+            self._watch.check_optimizer(optimizer)
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if self.scaler is not None:
             prepared.__class__ = _ScaledOptimizer
+        elif self._watch is not None:
+            prepared.__class__ = _MonitoredOptimizer
+        if self._watch is not None:
+            prepared.watch = self._watch
         return prepared
+
+    def end_training(self) -> None:
+        """Read what is left for the monitor, and end the training as Accelerate does."""
+        if self._watch is not None:
+            self._watch.finish()
+        super().end_training()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run Accelerate's backward pass with the policy's float32 matmul precision, outside all autocast regions."""
+        if self._watch is not None:
+            self._watch.see_loss(loss.detach() / self.gradient_accumulation_steps)  # as Accelerate divides it
         with self.settings.matmul_precision(), shield():
             super().backward(loss, **kwargs)
 
@@ -228,9 +268,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         for item in given if isinstance(given, list | tuple) else [given]:
             if self.scaler is not None:
                 self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
+        if self._watch is not None and self.sync_gradients:
+            self._watch.begin_step()
 
 
-class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not annotated
+class _MonitoredOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not annotated
+    """Accelerate's optimizer, whose steps a monitor may read.
+
+    Attributes:
+        watch: what tells them to the monitor, or None.
+    """
+
+    watch: LoopWatch | None = None
+
+    def step(self, closure: Any = None) -> None:
+        """Step as Accelerate does, if the gradients of the window are complete."""
+        if self.watch is None or not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        self.watch.begin_step()
+        super().step(closure)
+        self.watch.end_step(self.optimizer)
+
+
+class _ScaledOptimizer(_MonitoredOptimizer):
     """Accelerate's optimizer with skip detection from the scaler's flag.
 
     Accelerate treats a step as skipped if `optimizer.step` was not called, but fused optimizers are always called.

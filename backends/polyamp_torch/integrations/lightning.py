@@ -6,6 +6,7 @@ Import it as `polyamp_torch.lightning`; it needs `pip install "polyamp[lightning
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -13,11 +14,14 @@ import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
+from polyamp.monitor.monitor import Monitor
+from polyamp.monitor.writers import TrackerWriter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import has_found_inf_support
 from polyamp_torch.integrations.loop_adapter import LoopSettings, require_extra
+from polyamp_torch.integrations.loop_watch import LoopWatch
 from polyamp_torch.precision.policy_module import PolicyModule
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 
@@ -40,19 +44,23 @@ class _PolicyPrecision:
 
     Attributes:
         settings: the checked policy and scaler.
+        _watch: what tells the steps to a monitor, or None.
     """
 
     settings: LoopSettings
+    _watch: LoopWatch | None
 
     @property
     def step_was_skipped(self) -> bool:
         """True when the last optimizer step was skipped; reading it waits for the device."""
         return self.settings.step_was_skipped
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass with the policy's float32 matmul precision, outside all autocast regions."""
+        if self._watch is not None:
+            self._watch.see_loss(tensor)
         with self.settings.matmul_precision(), shield():
-            super().backward(*args, **kwargs)  # type: ignore[misc]  # the plugin's
+            super().backward(tensor, *args, **kwargs)  # type: ignore[misc]  # the plugin's
 
 
 class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
@@ -70,10 +78,12 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
         policy: a `Policy` or its spelling, with float32 parameters and outputs, in autocast mode.
         scaler: a `LossScaler`, a preset's name, or None for the policy's default.
         device: "cuda" or "cpu", where the Trainer puts the model; None: "cuda" if it is available.
+        monitor: a `polyamp.Monitor`, which reads the steps of `fit` (S35) and also writes to the trainer's loggers.
 
     Raises:
-        UnsupportedError: a policy that the Trainer does not support; later, LBFGS under a scaler, another device, or
-            units of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
+        ArgumentError: `monitor` is not one.
+        UnsupportedError: a policy that the Trainer does not support; later, LBFGS under a scaler, another device, units
+            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy, or a monitor of sharded parameters.
 
     Example:
         >>> plugin = MixedPrecision("mixed_bfloat16", device="cpu")
@@ -81,7 +91,14 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
         'bf16-mixed'
     """
 
-    def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | str,
+        scaler: LossScaler | str | None = None,
+        device: str | None = None,
+        *,
+        monitor: Monitor | None = None,
+    ) -> None:
         settings = LoopSettings.create(policy, scaler, device, library="Lightning's Trainer")
         if settings.policy.output != "float32":
             raise UnsupportedError(
@@ -92,6 +109,9 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
         self.precision = _LIGHTNING_PRECISIONS[settings.policy.compute]
         self.device = settings.device
         self.scaler = settings.scaler
+        self._watch = None if monitor is None else LoopWatch(monitor, settings)
+        self._log_to: Callable[[], None] | None = None
+        self._logged: list[Any] = []
         self._module: pl.LightningModule | None = None
         self._policy_modules: list[PolicyModule] = []
         self._patches = contextlib.ExitStack()
@@ -122,7 +142,33 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
             with contextlib.suppress(RuntimeError):  # connected manually, without a trainer
                 trainer: Any = module.trainer
                 self._suspend_weight_averaging(trainer.callbacks)
+        if self._watch is not None and optimizers:  # not for an evaluation
+            self._watch_module(module)
         return super().connect(model, optimizers, lr_schedulers)
+
+    def _watch_module(self, module: Any) -> None:
+        """Let the monitor read the module until `teardown`, and shadow `on_train_end`, before loggers are closed."""
+        watch: Any = self._watch
+        watch.watch(module)
+        with contextlib.suppress(RuntimeError):  # connected manually, without a trainer
+            self._log_to = functools.partial(self._add_loggers, module.trainer)
+        hook: Callable[[], None] = module.on_train_end
+
+        def on_train_end() -> None:
+            watch.finish()
+            hook()
+
+        module.on_train_end = on_train_end
+        self._patches.callback(vars(module).pop, "on_train_end", None)
+
+    def _add_loggers(self, trainer: Any) -> None:
+        """Write the records to the trainer's loggers too, at the trainer's numbers of steps."""
+        watch: Any = self._watch
+        first_step = trainer.global_step - watch.monitor.calls
+        for logger in trainer.loggers:
+            if not any(logger is known for known in self._logged):
+                self._logged.append(logger)
+                watch.monitor.add_writer(TrackerWriter(logger, first_step=first_step))
 
     def _suspend_schedulers(self, schedulers: list[Any]) -> None:
         """Shadow the module's `lr_scheduler_step` hook, which runs after the optimizer's step, until `teardown`."""
@@ -153,12 +199,17 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
     def teardown(self) -> None:
         """Release the module, and remove the changes that `connect` made to it and its trainer."""
         self._patches.close()
+        if self._watch is not None:
+            self._watch.release()
         self._module, self._policy_modules = None, []
         super().teardown()
 
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
         """Context manager of a training step: saves the running statistics, then opens the policy's region."""
+        if self._log_to is not None:  # the trainer has read a checkpoint meanwhile
+            self._log_to()
+            self._log_to = None
         if self._module is not None:
             self.settings.snapshot_buffers(self._module)
         with self.forward_context():
@@ -174,10 +225,12 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
         Raises:
             UnsupportedError: LBFGS under a scaler.
         """
-        scaler = self.scaler
-        if scaler is None:
+        scaler, watch = self.scaler, self._watch
+        if scaler is None and watch is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         self.settings.check_optimizer(optimizer)
+        if watch is not None:
+            watch.check_optimizer(optimizer)
 
         def run_closure() -> Any:
             """Run the closure, then unscale for fused optimizers too, so that their gradients can be clipped.
@@ -185,11 +238,16 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
             Lightning itself unscales after the closure, but not for fused optimizers."""
             result = closure()
             ran = result is not None or not model.automatic_optimization  # else there was no backward pass
-            if ran and has_found_inf_support(optimizer):
+            if ran and scaler is not None and has_found_inf_support(optimizer):
                 scaler.unscale_(optimizer)
+            if ran and watch is not None:
+                watch.begin_step()
             return result
 
-        return super().optimizer_step(optimizer, model, run_closure, **kwargs)
+        result = super().optimizer_step(optimizer, model, run_closure, **kwargs)
+        if watch is not None:
+            watch.end_step(optimizer)
+        return result
 
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip by norm or by value. Gradients are already unscaled, also for fused optimizers."""
@@ -216,10 +274,14 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
         policy: a `Policy` or its spelling, with float32 parameters, in autocast mode.
         scaler: a `LossScaler`, a preset's name, or None for the policy's default.
         device: "cuda" or "cpu", where Fabric puts the model; None: "cuda" if it is available.
+        monitor: a `polyamp.Monitor`, which reads the steps of one model (S35); `polyamp.monitor.writers.TrackerWriter`
+            gives its records to a logger.
 
     Raises:
-        UnsupportedError: a policy that Fabric does not support; later, LBFGS under a scaler, another device, or units
-            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
+        ArgumentError: `monitor` is not one.
+        UnsupportedError: a policy that Fabric does not support; later, LBFGS under a scaler, another device, units of
+            FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy, or a monitor of two models or of sharded
+            parameters.
 
     Example:
         >>> plugin = FabricPrecision("mixed_float16", device="cpu")
@@ -227,12 +289,20 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
         ('16-mixed', 32768.0)
     """
 
-    def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | str,
+        scaler: LossScaler | str | None = None,
+        device: str | None = None,
+        *,
+        monitor: Monitor | None = None,
+    ) -> None:
         settings = LoopSettings.create(policy, scaler, device, library="Fabric")
         self.settings = settings
         self.precision = _LIGHTNING_PRECISIONS[settings.policy.compute]
         self.device = settings.device
         self.scaler = settings.scaler
+        self._watch = None if monitor is None else LoopWatch(monitor, settings)
         self._modules: list[nn.Module] = []
         self._unchecked: list[nn.Module] = []
         self._policy_modules: list[PolicyModule] = []
@@ -252,6 +322,8 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
         """Release the modules."""
         self._hooks.close()
         self._modules, self._unchecked, self._policy_modules = [], [], []
+        if self._watch is not None:
+            self._watch.release()
         super().teardown()
 
     def forward_context(self) -> Any:
@@ -260,6 +332,8 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
             module = self._unchecked.pop()
             self.settings.check_device(module)
             self.settings.check_sharding(module)
+            if self._watch is not None:
+                self._watch.watch(module)
         for module in self._modules:
             self.settings.snapshot_buffers(module)
         return self.settings.region(self._policy_modules)
@@ -279,12 +353,20 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
             UnsupportedError: LBFGS under a scaler.
         """
         self.settings.check_optimizer(optimizer)
-        return super().optimizer_step(optimizer, **kwargs)
+        if self._watch is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        self._watch.check_optimizer(optimizer)
+        self._watch.begin_step()
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._watch.end_step(optimizer)
+        return result
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale before clipping, for fused optimizers too."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+        elif self._watch is not None:
+            self._watch.begin_step()
 
 
 def _group_by_mesh(parameters: Iterable[Any]) -> dict[Any, list[Any]]:

@@ -24,6 +24,7 @@ from polyamp_torch.compat import skip_compilation
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.own_loop.gradients import optimizer_parameters
 from polyamp_torch.own_loop.native_scaler import GradScaler
+from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 from polyamp_torch.precision.autocast import autocast, matmul_precision
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
@@ -187,7 +188,7 @@ class LoopScaler(GradScaler):
         self._snapshots: dict[nn.Module, buffers.BufferSnapshot] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        self._apply_update()
+        self.apply_update()
         own = ("_update_is_due", "_unscaled", "_flags", "_snapshots")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
@@ -197,7 +198,7 @@ class LoopScaler(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Return the scaled loss, after any deferred update."""
-        self._apply_update()
+        self.apply_update()
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,6 +228,10 @@ class LoopScaler(GradScaler):
                 buffers.commit_or_rollback(self._snapshots.pop(module), flag == 0.0)
         return result
 
+    def monitor_by(self, monitoring: LoopMonitor | None) -> None:
+        """Tell the loop's steps to a monitor from now on; None for no monitor."""
+        self._monitoring = monitoring
+
     def has_scaled_loss(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a loss was scaled since this optimizer's last step."""
         return self._loop.record_of(optimizer).last_call < self._loop.calls
@@ -244,12 +249,12 @@ class LoopScaler(GradScaler):
 
     def get_scale(self) -> float:
         """Return the scale that the next loss is multiplied by; waits for the device."""
-        self._apply_update()
+        self.apply_update()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, after any deferred update."""
-        self._apply_update()
+        self.apply_update()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -262,7 +267,8 @@ class LoopScaler(GradScaler):
         if module not in self._snapshots:
             self._snapshots[module] = buffers.snapshot(module)
 
-    def _apply_update(self) -> None:
+    def apply_update(self) -> None:
+        """Make an update of the scale that was requested."""
         if self._update_is_due:
             self._update_is_due = False
             self._unscaled.clear()

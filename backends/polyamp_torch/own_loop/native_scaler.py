@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 
 from polyamp.errors import GradientError
 from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.step_checks import check_options
 from polyamp.rules.stuck_scale import check_stuck
@@ -36,10 +37,8 @@ from polyamp_torch.own_loop.gradients import (
     unscale_gradients,
 )
 from polyamp_torch.own_loop.skip_report import SkipEvidence, SkipReport, merge_reports, non_finite_names
-from polyamp_torch.own_loop.torch_only.loop_record import (
-    OptimizerRecord,
-    watch_scaled_backward,
-)
+from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
+from polyamp_torch.own_loop.torch_only.loop_record import OptimizerRecord, watch_scaled_backward
 from polyamp_torch.own_loop.torch_only.scaler_checks import (
     GradScalerError,
     refuse_closure,
@@ -53,7 +52,6 @@ from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciproca
 
 if TYPE_CHECKING:
     from polyamp.monitor.monitor import Monitor
-    from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 
 
 def native_scaler(scaler: LossScaler, **options: Any) -> GradScaler:
@@ -118,8 +116,6 @@ class GradScaler(ScalerState):
         self.skip = skip
         self._ranks = RankAgreement(process_group)
 
-    _monitoring: LoopMonitor | None = None
-
     def watch(
         self, module: torch.nn.Module, monitor: Monitor | None = None, policy: Policy | str = "mixed_float16"
     ) -> GradScaler:
@@ -128,9 +124,7 @@ class GradScaler(ScalerState):
         steps (S35) under the policy that the loop computes in; an iteration ends with `update()`."""
         self._loop.names.add(module)
         if monitor is not None:
-            from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor  # most loops have no monitor
-
-            self._monitoring = LoopMonitor(module, monitor, Policy.of(policy), self._scaler)
+            self._monitoring = LoopMonitor(module, monitor, Recipe(policy=policy, scaler=self._scaler))
         return self
 
     @disable_compile  # a graph break under torch.compile, as with torch's: the hook would be retraced at every step
@@ -193,6 +187,8 @@ class GradScaler(ScalerState):
             optimizer_state, _ = self._records(optimizer, "unscale_")
             if optimizer_state["stage"] is OptState.UNSCALED:
                 raise GradScalerError("unscale_() was already called for this optimizer since the last update().")
+            if self._monitoring is not None:  # before a clip
+                self._monitoring.begin_update(self._require_state("unscale_"), self._scale_of_gradients())
             with shield():
                 self._unscale(optimizer, optimizer_state)
 
@@ -268,8 +264,7 @@ class GradScaler(ScalerState):
         if self._loop.ended:
             self._loop.evidence, self._loop.ended = [], False
         if self._monitoring is not None:
-            carried = self._scale_of_gradients() if optimizer_state["stage"] is OptState.READY else None
-            self._monitoring.begin_step(self._require_state("step"), carried)
+            self._monitoring.begin_update(self._require_state("step"), self._scale_of_gradients())
         with shield():
             result = step(optimizer, optimizer_state, args, kwargs)
         optimizer_state["stage"] = OptState.STEPPED

@@ -1,7 +1,11 @@
-"""docs/guides/tensorflow_fit.md and tensorflow_step.md tell the truth: their Python blocks run, in order."""
+"""Guides tell the truth: the blocks of tensorflow_fit.md and tensorflow_step.md run in order, that of monitor.md prints
+what stands below it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -22,3 +26,13 @@ def test_the_blocks_run(name: str, count: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks:
         exec(compile(block, f"docs/guides/{name}.md", "exec"), module.__dict__)
+
+
+def test_the_block_of_the_monitor_prints_what_stands_there() -> None:
+    text = (GUIDES / "monitor.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n((?:(?!```).)*?polyamp_tensorflow.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 1
+    found = io.StringIO()
+    with contextlib.redirect_stdout(found):
+        exec(compile(blocks[0][0], "docs/guides/monitor.md", "exec"), {})
+    assert found.getvalue() == blocks[0][1]

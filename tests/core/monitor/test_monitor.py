@@ -202,6 +202,28 @@ def test_csv_and_trackers(tmp_path: Path) -> None:
         TrackerWriter(3)
 
 
+def test_a_writer_is_added_while_it_runs(tmp_path: Path) -> None:
+    """It gets the header and what comes from then on; a tracker of a run that goes on has the run's numbers."""
+    steps: list[int] = []
+
+    class Run:
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            steps.append(step)
+
+    monitor = polyamp.Monitor(every=2)
+    train(monitor, 2)
+    monitor.add_writer(JsonLinesWriter(tmp_path / "run.jsonl"))
+    monitor.add_writer(TrackerWriter(Run(), first_step=100))
+    train(monitor, 4)
+    monitor.close()
+    file = read_monitor_file(tmp_path / "run.jsonl")
+    assert file.header.every == 2
+    assert [record.call for record in file.records] == [4, 6]
+    assert steps == [104, 106]
+    with pytest.raises(ArgumentError, match=r"must have write\(record\) and close\(\)\. Received: 3"):
+        monitor.add_writer(3)  # type: ignore[arg-type]  # the mistake
+
+
 def test_tensorboard_gets_scalars() -> None:
     class Events:
         def __init__(self) -> None:

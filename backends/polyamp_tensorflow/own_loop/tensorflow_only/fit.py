@@ -158,7 +158,7 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
 def _install_guard(model: Any, precision: str | None) -> None:
     with model.distribute_strategy.scope():
         _replace_keras_wrapper(model)
-        _scaling_optimizer(model).prepare_statistics(model)
+        scaling_optimizer(model).prepare_statistics(model)
     cls = own_class(model)
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
@@ -250,11 +250,11 @@ def _as_vectors(logs: Any) -> Any:
 def _guard_function_maker(model: Any, name: str, precision: str | None) -> Callable[..., Any]:
     """Return a replacement of `make_train_function` and similar methods that adds the host's part of the guard."""
     own = getattr(own_class(model), f"make_{name}")
+    watch = stuck_scale.StuckScaleMonitor() if name == "train_function" else None
 
     def make(force: bool = False) -> Any:
         if getattr(model, name) is None or force:
             own(model, force)
-            watch = stuck_scale.StuckScaleMonitor() if name == "train_function" else None
             setattr(model, name, functools.partial(_run_guarded, model, getattr(model, name), precision, watch))
         return getattr(model, name)
 
@@ -287,7 +287,12 @@ def _replace_keras_wrapper(model: Any) -> None:
         model.compile(**{**settings, "optimizer": LossScaleOptimizer.from_keras(optimizer)})
 
 
-def _scaling_optimizer(model: Any) -> LossScaleOptimizer:
+def scaling_optimizer(model: Any) -> LossScaleOptimizer:
+    """Return a model's optimizer.
+
+    Raises:
+        LossScaleError: it is not a `LossScaleOptimizer`.
+    """
     optimizer = getattr(model, "optimizer", None)
     if not isinstance(optimizer, LossScaleOptimizer):
         raise LossScaleError(
@@ -349,7 +354,7 @@ class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras 
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise for a model without a loss scale."""
-        _scaling_optimizer(self.model)
+        scaling_optimizer(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Add both numbers to the batch's logs."""
@@ -361,6 +366,6 @@ class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras 
 
     def _add(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:
-            optimizer = _scaling_optimizer(self.model)
+            optimizer = scaling_optimizer(self.model)
             logs["loss_scale"] = float(optimizer.scale_state.scale)
             logs["skipped_steps"] = optimizer.skipped_steps

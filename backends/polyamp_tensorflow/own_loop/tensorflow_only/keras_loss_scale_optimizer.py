@@ -116,6 +116,11 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool | str) and hasattr(value, "__float__")
 
 
+def keras_numbers(optimizer: Any) -> dict[str, Any]:
+    """Return the arguments of Keras's own wrapper that set its scaler."""
+    return {"initial_scale": optimizer.initial_scale, "dynamic_growth_steps": optimizer.dynamic_growth_steps}
+
+
 def is_keras_wrapper_file(store: Mapping[str, Any], inner: Any) -> bool:
     """Return whether a file contains the variables of Keras's own wrapper around such an inner optimizer."""
     return len(store.keys()) == _WRAPPER_VARIABLES + len(inner.variables)

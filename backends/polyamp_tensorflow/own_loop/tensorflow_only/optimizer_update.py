@@ -60,7 +60,10 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     step = tf.convert_to_tensor(native_variable(optimizer.iterations))
     decision = decide(optimizer.scaler, optimizer.scale_state, step, stats, [stats.finite], "all", XP)
     values = ReplicaUpdate(sums, unscaled, stats.norm, decision.finite, decision.scale_state, next_rows(call))
+    figures = None if optimizer.figures is None else optimizer.figures.begin(call, unscaled, decision.result(stats))
     replicas.merge_replica_calls(functools.partial(_write_call, call), values)
+    if figures is not None:
+        figures.write()
 
 
 def _measure_gradients(call: ApplyCall, sums: list[Any]) -> tuple[list[Any], GradStats]:

@@ -96,6 +96,15 @@ def next_rows(call: ApplyCall) -> Any:
     return tf.stack([most, native_variable(call.state.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
 
 
+def weight_sum(call: ApplyCall) -> Any:
+    """Return the sum of the weights of an accumulation, at its last micro-batch; 1 without accumulation."""
+    count: Any = float(call.optimizer.accumulate_steps)
+    if call.state.sums:
+        after = next_rows(call)
+        count = count + (native_variable(call.state.rows) if after is None else after)[1]
+    return count
+
+
 def is_last_micro_batch(call: ApplyCall) -> Any:
     """Return whether a call completes the accumulation, boolean scalar."""
     return tf.equal(native_variable(call.state.micro_step), call.optimizer.accumulate_steps - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,8 @@ import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import StepResult
 from polyamp_torch.arrays import to_numpy
 from polyamp_torch.compat import local_tensor_of
@@ -22,47 +22,56 @@ if TYPE_CHECKING:
 
 
 class LoopMonitor:
-    """What a scaler tells a monitor: the loss that is scaled, the gradients before a step, and what it decided.
+    """What a loop tells a monitor: the losses that are scaled, the gradients before a step, and what was decided.
 
-    One iteration is what lies between two calls of `update()`. All parameters of the model are measured at its first
-    `step()`, and compared with what they are at `update()`.
+    One iteration is what lies between two calls of `update()`. All parameters of the model are measured before the
+    first of its gradients is unscaled, and compared with what they are at `update()`. Its loss is the sum of the
+    losses, which are parts of one where a loop accumulates.
 
     Args:
         model: whose parameters are read.
         monitor: the monitor.
-        policy: under which the loop computes; its compute dtype is the one that gradients are judged in.
-        scaler: the scaler's constants.
+        recipe: policy under which the loop computes, whose compute dtype gradients are judged in; and the scaler.
+        mean_over_ranks: returns the mean of a scalar over the processes that train replicas; None for one process.
 
     Raises:
         UnsupportedError: a parameter is sharded.
     """
 
-    def __init__(self, model: nn.Module, monitor: Monitor, policy: Policy, scaler: LossScaler) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        monitor: Monitor,
+        recipe: Recipe,
+        mean_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         parameters = {
             name.removeprefix("module.").replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad
         }
         for name, p in parameters.items():
             if local_tensor_of(p) is not p:
                 raise UnsupportedError(
-                    f"watch(monitor=...) reads parameters that are whole in every process. Received: {name!r}, which "
+                    f"a monitor of a loop reads parameters that are whole in every process. Received: {name!r}, which "
                     "is sharded. polyamp.train_step(..., monitor=monitor) reads sharded ones."
                 )
         self.monitor = monitor
         self._parameters = parameters
-        self._recipe = Recipe(policy=policy, scaler=scaler)
+        self._recipe = recipe
+        self._mean_over_ranks = mean_over_ranks
         self._loss: torch.Tensor | None = None
         self._update: MonitoredUpdate | None = None
         self._view: Any = None
         self._due: bool | None = None
 
-    def see_loss(self, scaled: torch.Tensor) -> None:
-        """Take a tensor that is scaled; the last scalar of an iteration is its loss."""
-        if scaled.numel() == 1:
-            self._loss = scaled.detach().reshape(())
+    def see_loss(self, loss: torch.Tensor) -> None:
+        """Take a tensor that is scaled; the scalars of an iteration are its loss."""
+        if loss.numel() == 1:
+            part = loss.detach().reshape(())
+            self._loss = part if self._loss is None else self._loss + part
 
-    def begin_step(self, state: LossScaleState, carried: torch.Tensor | None) -> None:
-        """Measure the gradients, before an optimizer's step, of which `carried` is the factor; None if unscaled."""
-        if self._due is not None:  # a second optimizer of this iteration
+    def begin_update(self, state: LossScaleState, carried: torch.Tensor | None) -> None:
+        """Measure the gradients, whose factor is `carried`; None for 1. A second call in an iteration does nothing."""
+        if self._due is not None:
             return
         self._due = self.monitor.begin_call()
         if not self._due:
@@ -78,21 +87,23 @@ class LoopMonitor:
         due, self._due = self._due, None
         if due is None:
             return
-        skipped = found > 0.0
-        calls = self.monitor.calls
-        step = torch.full_like(state.skipped, calls) - state.skipped
         zero = torch.zeros_like(state.scale)
         result = StepResult(
-            loss=zero if self._loss is None else self._loss.float().clone(),
+            loss=self._iteration_loss(zero) if due else zero,
             aux=None,
             grad_norm=self._norm if due else zero,
             scale=state.scale.clone(),
-            skipped=skipped,
-            step=step,
+            skipped=found > 0.0,
+            step=torch.full_like(state.skipped, self.monitor.calls) - state.skipped,
             monitor=self._update.finish(self._view) if due and self._update is not None else None,
         )
         self.monitor.end_call(self._state_view(state), result, due=due)
-        self._update = None
+        self._loss = self._update = None
+
+    def _iteration_loss(self, zero: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the iteration, over all ranks; NaN if none was scaled."""
+        loss = torch.full_like(zero, torch.nan) if self._loss is None else self._loss.float().clone()
+        return loss if self._mean_over_ranks is None else self._mean_over_ranks(loss)
 
     def _state_view(self, state: LossScaleState) -> Any:
         """Return what is read of a state: parameters, scale, and the names that a record is made with."""

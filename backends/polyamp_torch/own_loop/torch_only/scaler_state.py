@@ -19,6 +19,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp_torch.arrays import scalar_like
 from polyamp_torch.compat import new_optimizer_record
+from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 from polyamp_torch.own_loop.torch_only.loop_record import LoopRecord
 from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 from polyamp_torch.step.grad_stats import can_read_without_sync
@@ -79,6 +80,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
         self._xp: ArrayNamespace = _namespace_with_cache()
         self._per_optimizer_states = defaultdict(new_optimizer_record)
         self._loop = LoopRecord(least=self._begin.scale)
+        self._monitoring: LoopMonitor | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scaler!r}, enabled={self._enabled})"
@@ -322,7 +324,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
             raise GradScalerError("a GradScaler can be copied or pickled only between iterations. Call update() first.")
-        unsaved = ("_state", "_xp", "_per_optimizer_states", "_loop")
+        unsaved = ("_state", "_xp", "_per_optimizer_states", "_loop", "_monitoring")
         return {**{k: v for k, v in self.__dict__.items() if k not in unsaved}, "_begin": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,10 +13,11 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import polyamp
 from polyamp.errors import UnsupportedError
 from tests import ranks
+from tests.backends.torch.integrations import monitor_loops, rank_trainer
 from tests.backends.torch.integrations import rank_loops as loops
-from tests.backends.torch.integrations import rank_trainer
 
 SKIPPED = [False, True, False, True, False, False]
 SCALES = [16.0, 8.0, 8.0, 4.0, 4.0, 8.0]
@@ -44,6 +45,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     found["plain accelerate"] = loops.accelerated(rank, "fsdp2", "sgd", plain=True)
     found["plain trainer"] = rank_trainer.trained(rank, "fsdp2", f"{folder}/plain", plain=True)
     found["refused"] = refused()
+    found["monitored"] = monitor_loops.monitored_ranks(rank)
     with pytest.raises(UnsupportedError) as error:
         loops.lightning(rank, "fsdp2", "sgd", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     found["refused lightning"] = str(error.value)
@@ -65,7 +67,10 @@ def refused() -> list[str]:
         with loops.fresh(), pytest.raises(UnsupportedError) as error:
             prepared(options)
         said.append(str(error.value))
-    return said
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with loops.fresh(), pytest.raises(UnsupportedError) as error:
+        Accelerator("mixed_float16", cpu=True, fsdp_plugin=plugin, monitor=polyamp.Monitor())
+    return [*said, str(error.value)]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,18 @@ def test_s09_a_tensor_parallel_plan_is_clipped_by_one_norm_and_skips_on_both_ran
     assert same(found[0]["lightning tensor"].weights, found[1]["lightning tensor"].weights)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_s35_a_monitor_has_the_figures_of_one_process(found: Found, library: str) -> None:
+    one = monitor_loops.expected("mixed_float16")
+    for rank in found:
+        monitor_loops.assert_alike(rank["monitored"][library], one)
+
+
+def test_s35_a_monitor_of_shards_is_refused(found: Found) -> None:
+    for rank in found:
+        assert "Received: an Accelerator with FSDP2" in rank["refused"][3]
+
+
 def test_lightning_refuses_units_in_another_precision_before_the_first_step(found: Found) -> None:
     for rank in found:
         assert "was sharded with a MixedPrecisionPolicy that contradicts" in rank["refused lightning"]
@@ -151,7 +168,7 @@ def test_trap_accelerate_drops_fsdp2_and_float16_on_the_cpu_without_a_word(found
         assert plain.dtype == torch.float32
         assert np.isnan(plain.weights[-1]).all(), "there is no scaler either"
         assert (ours.more["engine"], ours.kind) == ("DistributedType.FSDP", "DTensor")
-        alone, first, second = rank["refused"]
+        alone, first, second, _ = rank["refused"]
         if not torch.cuda.is_available():
             assert "2 processes were launched, but Accelerate found no accelerators" in alone
         assert "version 1. Pass FullyShardedDataParallelPlugin(fsdp_version=2)" in first

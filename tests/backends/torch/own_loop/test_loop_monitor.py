@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -77,6 +78,34 @@ def test_s35_the_records_are_those_of_train_step(unscale: bool, options: dict[st
             assert own.update_ratio == pytest.approx(wanted.update_ratio, rel=5e-3)
 
 
+def test_s35_gradients_are_those_before_a_clip_and_the_losses_are_summed() -> None:
+    """Two micro-batches of half the loss each, clipped."""
+    records = []
+    for parts in (1, 2):
+        model, monitor = network(), polyamp.Monitor(every=1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = polyamp_torch.GradScaler(SCALER).watch(model, monitor, "float32")
+        x, y = batches()[0]
+        for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            scaler.scale(loss_fn(model, part) / parts).backward()
+        if parts == 2:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        records += monitor.records
+    whole, clipped = records
+    assert clipped.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert clipped.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+    for one, other in zip(clipped.modules, whole.modules, strict=True):
+        assert one.gradients is not None
+        assert other.gradients is not None
+        assert one.gradients.norm == pytest.approx(other.gradients.norm, rel=1e-5)
+        assert one.update_ratio is not None
+        assert other.update_ratio is not None
+        assert one.update_ratio < 0.01 * other.update_ratio
+
+
 def test_s35_an_iteration_of_two_optimizers_is_one_record() -> None:
     model, monitor = network(), polyamp.Monitor(every=2)
     optimizers = [torch.optim.SGD(model[index].parameters(), 0.1) for index in (0, 2)]  # type: ignore[index]  # a Sequential
@@ -94,3 +123,15 @@ def test_s35_an_iteration_of_two_optimizers_is_one_record() -> None:
         (4, 4, 2),
         (6, 6, 2),
     ]
+
+
+def test_s35_a_copy_of_a_scaler_tells_no_monitor() -> None:
+    model, monitor = network(), polyamp.Monitor(every=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = polyamp_torch.GradScaler(SCALER).watch(model, monitor, "float32")
+    for each in (scaler, copy.deepcopy(scaler)):
+        each.scale(loss_fn(model, batches()[0])).backward()
+        each.step(optimizer)
+        each.update()
+        optimizer.zero_grad()
+    assert [record.call for record in monitor.records] == [1]
