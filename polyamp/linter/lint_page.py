@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from polyamp.linter.lint_rules import LintFinding
-from polyamp.report_page.page import PageSection, PageTable, ReportPage
+from polyamp.report_page.page import BarChart, BarPart, PageSection, PageTable, ReportPage
 from polyamp.report_page.text_format import count_text
 
 
 def lint_page(backend: str, findings: Sequence[LintFinding], unchecked: Mapping[str, str]) -> ReportPage:
     """Return the page: one section for each finding, and the rules that were not checked."""
-    sections = [
+    lengths = [float(len(each.places)) for each in findings]
+    chart = BarChart("places of each finding", [each.rule for each in findings], [BarPart("places", lengths)], "places")
+    sections = [PageSection("Findings", [], [chart])] if findings else []
+    sections += [
         PageSection(
             each.rule,
             [f"{each.figure[:1].upper()}{each.figure[1:]}.", each.advice],

@@ -118,6 +118,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert "body/&lt;w&gt;" in page
     assert "Trained in bfloat16." in page
     assert "1 finding" in page
+    assert "places of each finding" in page
     with pytest.raises(ArgumentError, match=r"path must end in \.html or \.png"):
         report.save(tmp_path / "lint.txt")
 

@@ -170,21 +170,22 @@ def test_leaves_that_are_no_arrays_stay() -> None:
     assert rules(report) == []
 
 
-def test_nnx_and_equinox_models_are_pytrees() -> None:
+def test_an_nnx_state_and_an_equinox_module_are_pytrees() -> None:
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    graph, state = nnx.split(model, nnx.Param)
     other = eqx.nn.Linear(8, 4, key=jax.random.key(0), dtype=jnp.bfloat16)
 
     def loss(model: Any, batch: Any) -> Any:
-        out = jax.vmap(model)(batch) if isinstance(model, eqx.Module) else model(batch)
-        return out.astype(jnp.float32).mean()
+        run = jax.vmap(model) if isinstance(model, eqx.Module) else nnx.merge(graph, model)
+        return run(batch).astype(jnp.float32).mean()
 
-    for each, kernel in ((model, "kernel"), (other, "weight")):
+    for each, kernel in ((state, "kernel"), (other, "weight")):
         report = polyamp.lint(each, optimizer=optax.adam(1e-9), loss_fn=loss, batch=X)
         assert rules(report) == ["parameters_in_16_bits", "moments_in_16_bits", "head_in_16_bits"]
         assert finding(report, "head_in_16_bits").places == [kernel]
         assert f"mu of {kernel}" in finding(report, "moments_in_16_bits").places
     with pytest.raises(ArgumentError, match=r"Pass its \.tx"):
-        polyamp.lint(model, optimizer=nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+        polyamp.lint(state, optimizer=nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
 
 
 def test_refused_arguments() -> None:
