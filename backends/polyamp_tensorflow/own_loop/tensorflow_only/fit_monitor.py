@@ -16,6 +16,8 @@ from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp_tensorflow.arrays import to_numpy
+from polyamp_tensorflow.compat import is_keras_code
+from polyamp_tensorflow.models.layers import own_class
 from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import scaling_optimizer
@@ -109,6 +111,8 @@ class _FitRun:
         self.selection = monitor.selection(traced=False)
         self._model = model
         self._optimizer: LossScaleOptimizer = model.optimizer
+        self._counts_itself = model.steps_per_execution == 1 and is_keras_code(own_class(model).train_step)
+        self._per_execution = model.steps_per_execution  # calls of `apply` in an execution, as far as they are known
         self._batches = self._count_batches()
         self._collected_from: int | None = None  # the batch from which on all figures were collected
         self._view = SimpleNamespace(
@@ -122,14 +126,15 @@ class _FitRun:
         """Return whether an update is due that the next execution works on. It is collected from its first batch on."""
         window = self._optimizer.accumulate_steps
         first = self._batches // window
-        last = (self._batches + self._model.steps_per_execution - 1) // window
+        last = (self._batches + self._per_execution - 1) // window
         calls = self.monitor.calls + 1
         return any(self.monitor.is_due(calls + number) for number in range(last - first + 1))
 
     def end_execution(self, figures: FitFigures | None) -> None:
         """Count what ran, and give the last update to the monitor if one was due; `figures` if they were collected."""
         window, before = self._optimizer.accumulate_steps, self._batches
-        self._batches = before + 1 if self._model.steps_per_execution == 1 else self._count_batches()
+        self._batches = before + 1 if self._counts_itself else self._count_batches()
+        self._per_execution = max(self._per_execution, self._batches - before)
         if figures is None:
             self._collected_from = None
         elif self._collected_from is None:
@@ -150,7 +155,7 @@ class _FitRun:
         return int(to_numpy(self._optimizer.iterations))
 
     def _count_batches(self) -> int:
-        """Return the number of batches so far, from the device. Keras waits for it after each execution anyway."""
+        """Return the number of calls of `apply` so far, from the device, for which Keras waits after each execution."""
         state = self._optimizer.scale_state
         updates = self._count_updates() + int(to_numpy(state.skipped))
         return updates * self._optimizer.accumulate_steps + int(to_numpy(self._optimizer.micro_step))

@@ -211,6 +211,26 @@ def test_s35_skips_are_counted_over_several_fits() -> None:
     ]
 
 
+class Twice(keras.Sequential):  # type: ignore[misc]  # Keras is untyped
+    """Takes two updates of each batch."""
+
+    def train_step(self, data: Any) -> Any:
+        super().train_step(data)
+        return super().train_step(data)
+
+
+def test_s35_every_update_of_an_own_train_step_is_a_call() -> None:
+    model, monitor = Twice([keras.Input((6,)), keras.layers.Dense(3)]), polyamp.Monitor(every=4)
+    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse")
+    watch = polyamp_tensorflow.MonitorCallback(monitor)
+    model.fit(*rows(bad=17), batch_size=8, shuffle=False, verbose=0, callbacks=[watch])
+    assert [(record.call, record.step, record.skips) for record in monitor.records] == [
+        (4, 4, 0),
+        (8, 6, 2),
+        (12, 10, 0),
+    ]
+
+
 def test_s35_a_step_that_raises_is_no_call() -> None:
     model, monitor = make_model(), polyamp.Monitor(every=1)
     polyamp_tensorflow.compile(model, recipe("float32"), loss="mse", run_eagerly=True)
