@@ -1,0 +1,87 @@
+"""Docstrings of this repository as MyST Markdown: sections become lists, examples become fenced blocks."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Final
+
+SECTIONS: Final = {
+    "Args": "Parameters",
+    "Attributes": "Attributes",
+    "Returns": "Returns",
+    "Yields": "Yields",
+    "Raises": "Raises",
+    "Example": "Example",
+    "Examples": "Example",
+    "Note": "Note",
+}
+"""Heading in a docstring -> the heading on the page."""
+_HEADING: Final = re.compile(rf"^({'|'.join(SECTIONS)})(::?)$")
+_ENTRY: Final = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): (.*)$")
+_LISTS: Final = ("Args", "Attributes", "Raises")
+
+
+def docstring_markdown(text: str) -> str:
+    """Return a clean docstring as Markdown."""
+    parts: list[str] = []
+    heading: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        found = _HEADING.match(line)
+        if found or (heading and line and not line.startswith(" ")):  # the section before it is over
+            parts += _section(heading, lines)
+            heading, lines = found, [] if found else [line]
+        else:
+            lines.append(line)
+    return "\n\n".join([*parts, *_section(heading, lines)]) + "\n"
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring, on one line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.;])\s(?=[A-Z`])", paragraph, maxsplit=1)[0]
+
+
+def _section(heading: re.Match[str] | None, lines: list[str]) -> list[str]:
+    body = textwrap.dedent("\n".join(lines)).strip("\n")
+    if heading is None:
+        return [_blocks(body)] if body else []
+    if heading[2] == "::":
+        text = f"```python\n{body}\n```"
+    else:
+        text = _entries(body) if heading[1] in _LISTS else _blocks(body)
+    return [f"**{SECTIONS[heading[1]]}**", text]
+
+
+def _entries(body: str) -> str:
+    items: list[str] = []
+    for line in body.splitlines():
+        entry = _ENTRY.match(line)
+        if entry:
+            names = ", ".join(f"`{name}`" for name in entry[1].split(", "))
+            items.append(f"- {names}: {entry[2]}")
+        elif items:
+            items.append(f"  {line.strip()}" if not line.lstrip().startswith("- ") else f"  {line.lstrip()}")
+        else:
+            items.append(line)
+    return "\n".join(items)
+
+
+def _blocks(body: str) -> str:
+    """Fence what begins with `>>>`, up to the next blank line, and indented code, which may have blank lines."""
+    parts: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", body):
+        at = re.search(r"^ *>>> ", paragraph, re.MULTILINE)
+        if at is not None:
+            before, code = paragraph[: at.start()].strip("\n"), textwrap.dedent(paragraph[at.start() :])
+            parts += [*([before] if before else []), f"```pycon\n{code}\n```"]
+        elif paragraph.startswith("    "):
+            code = paragraph[4:].replace("\n    ", "\n")
+            if parts and parts[-1].startswith("```python"):
+                parts[-1] = f"{parts[-1].removesuffix('```')}\n{code}\n```"
+            else:
+                parts.append(f"```python\n{code}\n```")
+        else:
+            parts.append(paragraph)
+    return "\n\n".join(parts)
