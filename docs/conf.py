@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "docs" / "site"))  # for the extension `rule_links`
+sys.path.insert(0, str(ROOT / "docs" / "site"))  # for the extension `text_links`
 
 project = "polyamp"
 author = "The polyamp authors"
@@ -16,7 +16,7 @@ release = version = re.findall(r'__version__ = "(.+)"', (ROOT / "polyamp" / "_ve
     0
 ]
 
-extensions = ["myst_parser", "sphinx_design", "sphinx_copybutton", "sphinx_llms_txt", "rule_links"]
+extensions = ["myst_parser", "sphinx_design", "sphinx_copybutton", "sphinx_llms_txt", "text_links"]
 root_doc = "index"
 source_suffix = {".md": "markdown"}
 language = "en"
@@ -36,6 +36,7 @@ html_css_files = ["site.css"]
 html_copy_source = True  # sphinx_llms_txt reads the copies
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_search_summary = False  # the search would fetch pages, which a browser refuses for a site in files
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

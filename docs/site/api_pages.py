@@ -85,7 +85,8 @@ def index_markdown(pages: dict[ApiPage, list[PublicName]]) -> str:
     parts = [f"# API\n\n{_module('polyamp')}\nEvery public name, with its first sentence.\n"]
     for page, names in pages.items():
         rows = [f"| {{py:obj}}`{name.name}` | {first_sentence(name.text)} |" for name in names]
-        parts.append("\n".join([f"## [{page.title}]({page.file}.md)\n", "| | |", "|---|---|", *rows, ""]))
+        table = ["::::{container} names", "| name | |", "|---|---|", *rows, "::::", ""]
+        parts.append("\n".join([f"## [{page.title}]({page.file}.md)\n", *table]))
     listed = "\n".join(page.file for page in pages)
     return "\n".join([*parts, f"```{{toctree}}\n:hidden:\n\n{listed}\n```\n"])
 

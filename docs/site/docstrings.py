@@ -18,7 +18,9 @@ SECTIONS: Final = {
 }
 """Heading in a docstring -> the heading on the page."""
 _HEADING: Final = re.compile(rf"^({'|'.join(SECTIONS)})(::?)$")
-_ENTRY: Final = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): (.*)$")
+_ENTRY: Final = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*):( .+)?$")
+_OPTION: Final = re.compile(r"^    `\w+`[^:]*: ")
+"""An entry of a list below `**options`."""
 _LISTS: Final = ("Args", "Attributes", "Raises")
 
 
@@ -55,16 +57,21 @@ def _section(heading: re.Match[str] | None, lines: list[str]) -> list[str]:
 
 
 def _entries(body: str) -> str:
+    """Return a list of entries; entries below an entry that has no text of its own are a list in it."""
     items: list[str] = []
+    is_nested = False
     for line in body.splitlines():
-        entry = _ENTRY.match(line)
+        entry, nested = _ENTRY.match(line), _OPTION.match(line)
         if entry:
             names = ", ".join(f"`{name}`" for name in entry[1].split(", "))
-            items.append(f"- {names}: {entry[2]}")
-        elif items:
-            items.append(f"  {line.strip()}" if not line.lstrip().startswith("- ") else f"  {line.lstrip()}")
-        else:
+            items.append(f"- {names}:{entry[2] or ''}")
+            is_nested = entry[2] is None
+        elif not items:
             items.append(line)
+        elif is_nested:
+            items.append(f"  - {line.strip()}" if nested else f"    {line.strip()}")
+        else:
+            items.append(f"  {line.strip()}")
     return "\n".join(items)
 
 

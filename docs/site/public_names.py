@@ -19,6 +19,8 @@ PACKAGES: Final = (
     *("polyamp", "polyamp.losses", "polyamp.schedules", "polyamp.porting", "polyamp.parity"),
     *("polyamp_torch", "polyamp_torch.lightning", "polyamp_torch.accelerate", "polyamp_tensorflow", "polyamp_jax"),
 )
+_INTERFACES: Final = ("Spec",)
+"""Base classes whose members are for whoever writes a class of that kind; guides describe them."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Statement = Definition | ast.Assign | ast.AnnAssign
 
@@ -79,7 +81,7 @@ def members(home: str, node: ast.ClassDef) -> dict[str, tuple[ast.FunctionDef, s
     """Return the documented public methods and properties of a class: name -> (definition, docstring)."""
     found: dict[str, tuple[ast.FunctionDef, str]] = {}
     for _, each in lineage(home, node):
-        for member in each.body:
+        for member in each.body if each.name not in _INTERFACES else ():
             if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
                 text = ast.get_docstring(member)
                 if text and member.name not in found and not _has_decorator(member, "overload", "setter"):

@@ -30,6 +30,11 @@ QUERIES = {
 }
 """What is typed -> a page that must be among the first ten results."""
 WAIT = 20.0
+ONLY_VISIBLE_TEXT = """(() => {
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), gone = [];
+  while (walk.nextNode()) if (!walk.currentNode.parentElement.checkVisibility()) gone.push(walk.currentNode);
+  gone.forEach((node) => node.remove());
+})()"""
 
 
 def wrong_events(browser: Browser) -> list[dict[str, Any]]:
@@ -52,11 +57,11 @@ def check_page(browser: Browser, page: str, out: Path) -> None:
             browser.open((HTML / f"{page}.html").as_uri(), width=width, dark=dark)
             wide = browser.ask("document.documentElement.scrollWidth")
             assert wide <= width, f"{page}: {wide} wide in a window of {width}"
+            browser.picture(out / f"{page.replace('/', '_')}-{width}{'-dark' if dark else ''}.png", whole=False)
+            browser.ask(ONLY_VISIBLE_TEXT)
             contrast, where = browser.ask(CONTRAST)
             assert contrast >= 4.5, f"{page}, dark={dark}: contrast {contrast:.2f} of {where}"
             assert wrong_events(browser) == [], page
-            name = page.replace("/", "_")
-            browser.picture(out / f"{name}-{width}{'-dark' if dark else ''}.png", whole=False)
     print(f"{page}: as it must be")
 
 
@@ -65,7 +70,9 @@ def check_tabs(browser: Browser) -> None:
     shown = "[...document.querySelectorAll('.sd-tab-set > input:checked')].map((e) => e.nextElementSibling.textContent)"
     browser.open((HTML / "index.html").as_uri())
     assert {each.strip() for each in browser.ask(shown)} == {"PyTorch"}
-    browser.ask("[...document.querySelectorAll('.sd-tab-set > label')].find((e) => e.textContent == 'JAX').click()")
+    browser.ask(
+        "[...document.querySelectorAll('.sd-tab-set > label')].find((e) => e.textContent.trim() == 'JAX').click()"
+    )
     browser.open((HTML / "tutorials" / "first_recipe.html").as_uri())
     assert {each.strip() for each in browser.ask(shown)} == {"JAX"}
     print("tabs: as they must be")

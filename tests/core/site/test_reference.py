@@ -93,7 +93,10 @@ def test_a_docstring_becomes_markdown() -> None:
     Args:
         first: what comes
             first.
-        **options: more.
+        **options:
+            `one` (True): an option
+                of two lines.
+            `two`: another.
 
     Returns:
         The thing.
@@ -122,7 +125,10 @@ def test_a_docstring_becomes_markdown() -> None:
 
 - `first`: what comes
   first.
-- `**options`: more.
+- `**options`:
+  - `one` (True): an option
+    of two lines.
+  - `two`: another.
 
 **Returns**
 
