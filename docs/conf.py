@@ -42,3 +42,4 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 llms_txt_summary = "One Policy and LossScaler API for mixed-precision training in PyTorch, TensorFlow/Keras and JAX."
+llms_txt_uri_template = "_sources/{docname}{suffix}{sourcelink_suffix}"  # without an address: the site lies in files

@@ -1,6 +1,6 @@
 """`make docs`: builds the documentation site into `out/docs/html` and checks it; needs the extra `docs`.
 
-No framework is imported and no block of a page is executed: the tests do that.
+No framework is imported, and no block of a page is executed: the tests do that.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from api_pages import names_by_page, write_api_pages
+from command_pages import write_commands
 from public_names import PACKAGES
+from rule_pages import write_rules
 from site_check import Site
-from source_pages import DOCS, ROOT, SourceTree, rule_anchors
+from source_pages import DOCS, ROOT, SourceTree, rules
 from sphinx.cmd.build import main as sphinx_build
 
 OUT: Final = ROOT / "out" / "docs"
@@ -25,6 +27,8 @@ def main() -> int:
     source, html = OUT / "source", OUT / "html"
     SourceTree(source).write()
     write_api_pages(source / "reference" / "api")
+    write_commands(source / "reference" / "commands.md")
+    write_rules(source / "reference" / "rules.md")
     arguments = ["--fail-on-warning", "--fresh-env", "--conf-dir", str(DOCS), "--quiet"]
     if sphinx_build([*arguments, "--doctree-dir", str(OUT / "doctrees"), str(source), str(html)]):
         return 1
@@ -48,9 +52,9 @@ def problems(html: Path) -> list[str]:
         "address outside of the site": site.outside_addresses(),
         "name that the search does not find": site.missing_from_search(names),
         "rule without an anchor": site.missing_rules(semantics),
-        "page for language models that is missing": [n for n in ("llms.txt",) if not (html / n).is_file()],
+        "page that llms.txt names and that is missing": site.missing_for_language_models(),
     }
-    print(f"{len(site.pages)} pages, {len(names)} public names, {len(rule_anchors(semantics))} rules")
+    print(f"{len(site.pages)} pages, {len(names)} public names, {len(rules(semantics))} rules")
     return [f"{kind}: {each}" for kind, lines in found.items() for each in lines]
 
 

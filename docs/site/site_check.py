@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urljoin, urlsplit
 
-from source_pages import rule_anchors
+from source_pages import rules
 
 START: Final = "index.html"
 GENERATED: Final = ("genindex.html", "search.html", "py-modindex.html")
@@ -124,10 +124,15 @@ class Site:
         }
         return sorted(set(names) - known)
 
+    def missing_for_language_models(self) -> list[str]:
+        """Return the targets of links in `llms.txt` that are not there."""
+        links = re.findall(r"^- \[.*\]\((.*)\)", (self.folder / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
+        return [link for link in links if not (self.folder / link).is_file()]
+
     def missing_rules(self, semantics: str) -> list[str]:
         """Return the rules of `semantics.md` to which no link can lead."""
         anchors = self.pages["semantics.html"].anchors
-        return [number for number, anchor in rule_anchors(semantics).items() if anchor not in anchors]
+        return [f"S{number}" for number, _, anchor in rules(semantics) if anchor not in anchors]
 
 
 def _inside(page: str, link: str) -> tuple[str | None, str]:

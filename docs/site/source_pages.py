@@ -31,13 +31,13 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, change(text[at:])])
 
 
-def rule_anchors(semantics: str) -> dict[str, str]:
-    """Return rule number -> the anchor of its heading in the text of `semantics.md`."""
-    found = {}
-    for number, title in re.findall(r"^### (S\d+) (.*)$", semantics, re.MULTILINE):
-        words = re.sub(r"[^\w\- ]", "", f"{number} {title}".lower())
-        found[number] = words.strip().replace(" ", "-")
-    return found
+def rules(semantics: str) -> list[tuple[int, str, str]]:
+    """Return number, title and anchor of each rule in the text of `semantics.md`, by number."""
+    found = []
+    for number, title in re.findall(r"^### S(\d+) (.*)$", semantics, re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", f"S{number} {title}".lower())
+        found.append((int(number), title, words.strip().replace(" ", "-")))
+    return sorted(found)
 
 
 class SourceTree:

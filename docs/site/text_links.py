@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from docutils import nodes
-from source_pages import rule_anchors
+from source_pages import rules
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
@@ -79,7 +79,7 @@ def _is_inside(node: nodes.Node, kinds: tuple[type[nodes.Node], ...]) -> bool:
 
 def _read_anchors(app: Sphinx) -> None:
     text = (Path(app.srcdir) / f"{_RULES_PAGE}.md").read_text(encoding="utf-8")
-    app.env.rule_anchors = rule_anchors(text)
+    app.env.rule_anchors = {f"S{number}": anchor for number, _, anchor in rules(text)}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

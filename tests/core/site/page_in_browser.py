@@ -5,6 +5,7 @@ It fails on the first thing that is not as it must be, and on a missing browser;
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 import time
@@ -14,7 +15,9 @@ from typing import Any
 from tests.core.parity.browser import Browser, found
 from tests.core.parity.page_in_browser import CONTRAST
 
-HTML = Path(__file__).parents[3] / "out" / "docs" / "html"
+ROOT = Path(__file__).parents[3]
+HTML = ROOT / "out" / "docs" / "html"
+SITE = ROOT / "docs" / "site"
 PAGES = (
     *("index", "tutorials/first_recipe", "guides/schedules", "guides/from_one_device_to_many", "semantics"),
     *("reference/api/index", "reference/api/training", "reference/api/errors", "reference/api/jax"),
@@ -30,6 +33,8 @@ QUERIES = {
 }
 """What is typed -> a page that must be among the first ten results."""
 WAIT = 20.0
+FIRST_PAGES = "Search._performSearch(...Search._parseQuery(%s)).slice(-10).map((each) => each[0])"
+"""The pages of the first ten results; the best one is the last."""
 ONLY_VISIBLE_TEXT = """(() => {
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), gone = [];
   while (walk.nextNode()) if (!walk.currentNode.parentElement.checkVisibility()) gone.push(walk.currentNode);
@@ -94,6 +99,26 @@ def check_search(browser: Browser, out: Path) -> None:
     print("search: as it must be")
 
 
+def check_names(browser: Browser) -> None:
+    """The search's first ten results for each public name, with and without its package, have its page."""
+    sys.path.insert(0, str(SITE))
+    api_pages = importlib.import_module("api_pages")
+    pages = {
+        name.name: f"reference/api/{page.file}" for page, names in api_pages.names_by_page().items() for name in names
+    }
+    browser.open((HTML / "search.html").as_uri() + "?q=polyamp")
+    end = time.monotonic() + WAIT
+    while not browser.ask("Boolean(Search._index)") and time.monotonic() < end:
+        time.sleep(0.2)
+    for name, page in pages.items():
+        for query in (name, name.rpartition(".")[2]):
+            found = browser.ask(
+                f"Search._performSearch(...Search._parseQuery({query!r})).slice(-10).map((each) => each[0])"
+            )
+            assert page in found, f"{query!r} finds {found}"
+    print(f"search for {len(pages)} public names: as it must be")
+
+
 def main() -> None:
     path = found()
     if path is None:
@@ -107,6 +132,7 @@ def main() -> None:
             check_page(browser, page, out)
         check_tabs(browser)
         check_search(browser, out)
+        check_names(browser)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,29 @@ The end.
     assert tool("docstrings").docstring_markdown(inspect.cleandoc(text)) == expected
 
 
+def test_every_command_has_its_options_on_the_page() -> None:
+    text = tool("command_pages").commands_markdown()
+    commands = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    options = {
+        each.split("`")[1].removeprefix("polyamp "): re.findall(r"^`+\{option\} (.*)$", each, re.MULTILINE)
+        for each in commands
+    }
+    assert set(options) == {"bench", "demo", "diagnose", "doctor", "explain", "monitor", "parity", "port"}
+    assert options["bench"] == ["--quick", "--only A,B", "--here", "--out OUT"]
+    assert options["parity"][0] == "FILE"
+    assert "Training steps. Default: `200`." in text
+    assert "```{program} polyamp port\n" in text
+
+
+def test_every_rule_has_its_tests_on_the_page() -> None:
+    text = tool("rule_pages").rules_markdown()
+    counts = [int(count) for count in re.findall(r"^\[The rule\].* Tests in the suite: (\d+);", text, re.MULTILINE)]
+    assert len(counts) == 35
+    assert min(counts) >= 1
+    assert "## S7 Unscaled gradients\n\n[The rule](../semantics.md#s7-unscaled-gradients). " in text
+    assert "- only floating leaves are cast (`test_policy.py`)" in text
+
+
 def test_every_page_stands_in_a_table_of_contents() -> None:
     """Of `docs/index.md`, by which the sidebar is made, under one of four headings."""
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
@@ -202,4 +225,4 @@ def test_the_tools_need_no_framework() -> None:
             elif isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
     own = {file.stem for file in TOOLS.glob("*.py")}
-    assert imported - set(sys.stdlib_module_names) - own == {"sphinx", "docutils"}
+    assert imported - set(sys.stdlib_module_names) - own == {"sphinx", "docutils", "polyamp", "typer"}

@@ -34,6 +34,7 @@ def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
         search__html="",
         a__js='var home = "https://a.org";  // https://a.org',
         a__css='/* https://a.org */ p { background: url("data:image/svg+xml,x") }',
+        llms__txt="# A\n\n- [a](page.html)\n- [b](_sources/gone.md.txt)\n",
         searchindex__js=f"Search.setIndex({json.dumps(index)})",
     )
     site = site_check.Site(tmp_path)
@@ -41,6 +42,7 @@ def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
     assert site.outside_addresses() == []
     assert site.orphans() == ["semantics.html"]
     assert site.missing_from_search(["polyamp", "polyamp.init", "polyamp.save"]) == ["polyamp.save"]
+    assert site.missing_for_language_models() == ["_sources/gone.md.txt"]
     assert site.missing_rules("### S7 Unscaled gradients\n") == []
     assert site.missing_rules("### S7 Unscaled gradients\n### S8 Accumulation\n") == ["S8"]
 
