@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from docstrings import docstring_markdown, first_sentence
+from docstrings import docstring_markdown, first_sentence, raised
 from public_names import PACKAGES, PublicName, lineage, members, module_text, public_names
 
 
@@ -76,7 +77,8 @@ def write_api_pages(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pages = names_by_page()
     for page, names in pages.items():
-        (folder / f"{page.file}.md").write_text(page_markdown(page, names), encoding="utf-8")
+        text = errors_markdown(page, pages) if page.file == "errors" else page_markdown(page, names)
+        (folder / f"{page.file}.md").write_text(text, encoding="utf-8")
     (folder / "index.md").write_text(index_markdown(pages), encoding="utf-8")
 
 
@@ -104,16 +106,36 @@ def page_markdown(page: ApiPage, names: list[PublicName]) -> str:
     return "\n".join(parts)
 
 
+def errors_markdown(page: ApiPage, pages: dict[ApiPage, list[PublicName]]) -> str:
+    """Return the page of the errors, each with the public names that say when they raise it."""
+    causes: dict[str, list[str]] = {}
+    for name in (name for names in pages.values() for name in names):
+        texts = [(name.name, name.text)]
+        if isinstance(name.node, ast.ClassDef):
+            texts += [(f"{name.name}.{member}", text) for member, (_, text) in members(name.home, name.node).items()]
+        for where, text in texts:
+            for error, cause in raised(text):
+                causes.setdefault(f"polyamp.{error}", []).append(f"- {{py:obj}}`{where}`: {cause}")
+    parts = [
+        f"# {page.title}\n\nA message names the argument, what is accepted, what was received, and what to do next. "
+        "Below each error stand the names that raise it, and when.\n"
+    ]
+    for name in pages[page]:
+        rows = causes.get(name.name, [])
+        text = "\n".join([docstring_markdown(name.text), *(["**Raised by**\n", *rows] if rows else []), ""])
+        parts.append(_directive("class", name.name, text, ticks=5))
+    return "\n".join(parts)
+
+
 def name_markdown(name: PublicName) -> str:
     """Return the description of one name, and of the members of a class."""
     node = name.node
     if isinstance(node, ast.ClassDef):
         parts = [docstring_markdown(name.text)]
-        if not _is_error(name.home, node):
-            for member, (function, text) in sorted(members(name.home, node).items()):
-                kind = "property" if _is_property(function) else "method"
-                signature = "" if kind == "property" else _signature(function, is_method=True)
-                parts.append(_directive(kind, member + signature, docstring_markdown(text), ticks=4))
+        for member, (function, text) in sorted(members(name.home, node).items()):
+            kind = "property" if _is_property(function) else "method"
+            signature = "" if kind == "property" else _signature(function, is_method=True)
+            parts.append(_directive(kind, member + signature, docstring_markdown(text), ticks=4))
         return _directive("class", name.name + _class_signature(name.home, node), "\n".join(parts), ticks=5)
     text = docstring_markdown(name.text)
     if isinstance(node, ast.FunctionDef):
@@ -139,7 +161,7 @@ def _holds(page: ApiPage, package: str, name: PublicName) -> bool:
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: bool = False) -> str:
-    arguments = ast.parse(ast.unparse(function)).body[0].args  # a copy
+    arguments = copy.deepcopy(function.args)
     decorators = {getattr(each, "id", "") for each in function.decorator_list}
     if is_method and "staticmethod" not in decorators:
         (arguments.posonlyargs or arguments.args).pop(0)
@@ -150,8 +172,6 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: b
 def _class_signature(home: str, node: ast.ClassDef) -> str:
     """Return the signature of `__init__`, or of the one that fields make."""
     bases = list(lineage(home, node))
-    if _is_error(home, node):
-        return ""
     for _, each in bases:
         for member in each.body:
             if isinstance(member, ast.FunctionDef) and member.name == "__init__" and each.name != "Record":
@@ -166,10 +186,6 @@ def _class_signature(home: str, node: ast.ClassDef) -> str:
                         default = f" = {ast.unparse(member.value)}" if member.value is not None else ""
                         fields[member.target.id] = f"{member.target.id}: {kind}{default}"
     return f"({', '.join(fields.values())})" if fields else ""
-
-
-def _is_error(home: str, node: ast.ClassDef) -> bool:
-    return any(each.name == "PolyampError" for _, each in lineage(home, node))
 
 
 def _is_property(function: ast.FunctionDef) -> bool:

@@ -45,6 +45,21 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.;])\s(?=[A-Z`])", paragraph, maxsplit=1)[0]
 
 
+def raised(text: str) -> list[tuple[str, str]]:
+    """Return (error, cause) of each error in the section "Raises" of a clean docstring."""
+    found: list[tuple[list[str], str]] = []
+    is_inside = False
+    for line in text.splitlines():
+        heading = _HEADING.match(line)
+        is_inside = heading[1] == "Raises" if heading else is_inside and (not line or line.startswith(" "))
+        entry = _ENTRY.match(line[4:]) if is_inside and line.startswith("    ") else None
+        if entry:
+            found.append((entry[1].split(", "), (entry[2] or "").strip()))
+        elif is_inside and found and not heading and line:
+            found[-1] = found[-1][0], f"{found[-1][1]} {line.strip()}"
+    return [(error, cause) for errors, cause in found for error in errors]
+
+
 def _section(heading: re.Match[str] | None, lines: list[str]) -> list[str]:
     body = textwrap.dedent("\n".join(lines)).strip("\n")
     if heading is None:

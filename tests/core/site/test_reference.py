@@ -78,13 +78,24 @@ def test_signatures_are_those_of_the_code() -> None:
         "{py:function} polyamp.init(model: M, recipe: Recipe, *, backend: str | None=None, **options: Any) -> State[M]"
     )
     assert head("polyamp.init") == init
-    assert head("polyamp.PolicyError") == "{py:class} polyamp.PolicyError"
     assert head("polyamp.Ema").startswith("{py:class} polyamp.Ema(decay: float")
     assert "betas: tuple[float, float] = (0.9, 0.999)" in head("polyamp.adamw"), "a field of a base class"
     assert head("polyamp_torch.BACKEND") == "{py:data} polyamp_torch.BACKEND"
     scaler = pages.name_markdown(names["polyamp.LossScaler"])
     assert "\n````{py:method} like(name: " in scaler, "without `cls`"
     assert "\n````{py:method} update(" in scaler
+
+
+def test_every_error_says_who_raises_it() -> None:
+    pages = tool("api_pages")
+    (page,) = [page for page in pages.PAGES if page.file == "errors"]
+    text = pages.errors_markdown(page, pages.names_by_page())
+    errors = dict(re.findall(r"\{py:class\} polyamp\.(\w+)\n(.*?)`````", text, re.DOTALL))
+    assert set(errors) == {name for name in polyamp.__all__ if name.endswith("Error")}
+    assert "- {py:obj}`polyamp.apply_gradients`: gradients that do not match the state" in errors["GradientError"]
+    assert "- {py:obj}`polyamp.Policy`: an unknown word or dtype" in errors["PolicyError"]
+    docstring = "A.\n\nRaises:\n    AError, BError: one\n        and two.\n\nExample:\n    C: no"
+    assert tool("docstrings").raised(docstring) == [("AError", "one and two."), ("BError", "one and two.")]
 
 
 def test_a_docstring_becomes_markdown() -> None:
