@@ -6,6 +6,7 @@ No framework is imported, and no block of a page is executed: the tests do that.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,7 @@ def main() -> int:
     """Build the site; return 1 if Sphinx or a check finds something wrong."""
     os.chdir(ROOT)
     source, html = OUT / "source", OUT / "html"
+    shutil.rmtree(html, ignore_errors=True)  # or pages that are gone would stay
     SourceTree(source).write()
     write_api_pages(source / "reference" / "api")
     write_commands(source / "reference" / "commands.md")
@@ -44,13 +46,16 @@ def main() -> int:
 def problems(html: Path) -> list[str]:
     """Return a line for each thing that is wrong with the built site."""
     site = Site(html)
-    names = [*PACKAGES, *(name.name for names in names_by_page().values() for name in names)]
+    described = [name.name for names in names_by_page().values() for name in names]
+    names = [*PACKAGES, *described]
     semantics = (DOCS / "semantics.md").read_text(encoding="utf-8")
     found = {
         "broken link": site.broken_links(),
         "page that nothing leads to": site.orphans(),
         "address outside of the site": site.outside_addresses(),
         "name that the search does not find": site.missing_from_search(names),
+        "name without a link in the index of the API": site.unlinked_names(described),
+        "rule that no page leads to": site.unlinked_rules(semantics),
         "rule without an anchor": site.missing_rules(semantics),
         "page that llms.txt names and that is missing": site.missing_for_language_models(),
     }

@@ -14,6 +14,8 @@ from urllib.parse import unquote, urljoin, urlsplit
 from source_pages import rules
 
 START: Final = "index.html"
+API_INDEX: Final = "reference/api/index.html"
+RULE_PAGES: Final = ("semantics.html", "reference/rules.html")
 GENERATED: Final = ("genindex.html", "search.html", "py-modindex.html")
 """Pages of Sphinx's own that a reader reaches by the search field, or not at all."""
 _LOADED: Final = {"script": "src", "img": "src", "iframe": "src", "source": "src", "audio": "src", "video": "src"}
@@ -128,6 +130,21 @@ class Site:
         """Return the targets of links in `llms.txt` that are not there."""
         links = re.findall(r"^- \[.*\]\((.*)\)", (self.folder / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
         return [link for link in links if not (self.folder / link).is_file()]
+
+    def unlinked_names(self, names: Iterable[str]) -> list[str]:
+        """Return the public names to which the reference's index has no link."""
+        anchors = {urlsplit(link).fragment.removeprefix("module-") for link in self.pages[API_INDEX].links}
+        return sorted(set(names) - anchors)
+
+    def unlinked_rules(self, semantics: str) -> list[str]:
+        """Return the rules to which no page but the list of rules has a link."""
+        anchors = {
+            urlsplit(link).fragment
+            for name, page in self.pages.items()
+            if name not in RULE_PAGES
+            for link in page.links
+        }
+        return [f"S{number}" for number, _, anchor in rules(semantics) if anchor not in anchors]
 
     def missing_rules(self, semantics: str) -> list[str]:
         """Return the rules of `semantics.md` to which no link can lead."""

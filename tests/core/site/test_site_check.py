@@ -21,7 +21,10 @@ def site_check(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def write(folder: Path, **files: str) -> None:
     for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+        *folders, stem, kind = name.split("__")
+        path = folder.joinpath(*folders, f"{stem}.{kind}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
@@ -32,17 +35,22 @@ def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
         page__html='<p id="here"></p><a href="#here">x</a><a href="index.html">back</a><img src="data:image/png,x">',
         semantics__html='<h3 id="s7-unscaled-gradients"></h3><a href="index.html"></a>',
         search__html="",
+        reference__api__index__html='<a href="training.html#polyamp.init"></a><a href="l.html#module-polyamp.losses">'
+        '<a href="../../semantics.html#s7-unscaled-gradients"></a>',
         a__js='var home = "https://a.org";  // https://a.org',
         a__css='/* https://a.org */ p { background: url("data:image/svg+xml,x") }',
         llms__txt="# A\n\n- [a](page.html)\n- [b](_sources/gone.md.txt)\n",
         searchindex__js=f"Search.setIndex({json.dumps(index)})",
     )
     site = site_check.Site(tmp_path)
-    assert site.broken_links() == []
+    targets = [link.partition(": ")[2] for link in site.broken_links()]
+    assert targets == ["training.html#polyamp.init", "l.html#module-polyamp.losses"]
     assert site.outside_addresses() == []
-    assert site.orphans() == ["semantics.html"]
+    assert site.orphans() == ["reference/api/index.html", "semantics.html"]
     assert site.missing_from_search(["polyamp", "polyamp.init", "polyamp.save"]) == ["polyamp.save"]
     assert site.missing_for_language_models() == ["_sources/gone.md.txt"]
+    assert site.unlinked_names(["polyamp.init", "polyamp.save", "polyamp.losses"]) == ["polyamp.save"]
+    assert site.unlinked_rules("### S7 Unscaled gradients\n### S8 Accumulation\n") == ["S8"]
     assert site.missing_rules("### S7 Unscaled gradients\n") == []
     assert site.missing_rules("### S7 Unscaled gradients\n### S8 Accumulation\n") == ["S8"]
 
