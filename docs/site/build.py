@@ -15,7 +15,7 @@ from api_pages import names_by_page, write_api_pages
 from command_pages import write_commands
 from public_names import PACKAGES
 from rule_pages import write_rules
-from site_check import Site
+from site_check import BuiltSite
 from source_pages import DOCS, ROOT, SourceTree, rules
 from sphinx.cmd.build import main as sphinx_build
 
@@ -45,7 +45,7 @@ def main() -> int:
 
 def problems(html: Path) -> list[str]:
     """Return a line for each thing that is wrong with the built site."""
-    site = Site(html)
+    site = BuiltSite(html)
     described = [name.name for names in names_by_page().values() for name in names]
     names = [*PACKAGES, *described]
     semantics = (DOCS / "semantics.md").read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ _JS_LOADS: Final = re.compile(
 )
 
 
-class Page(HTMLParser):
+class HtmlPage(HTMLParser):
     """What one page holds.
 
     Attributes:
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 
 @dataclass
-class Site:
+class BuiltSite:
     """A built site.
 
     Args:
@@ -65,12 +65,12 @@ class Site:
     """
 
     folder: Path
-    pages: dict[str, Page] = field(init=False)
+    pages: dict[str, HtmlPage] = field(init=False)
 
     def __post_init__(self) -> None:
         files = sorted(self.folder.rglob("*.html"))
         self.pages = {
-            str(file.relative_to(self.folder)): Page(file.read_text(encoding="utf-8"))
+            str(file.relative_to(self.folder)): HtmlPage(file.read_text(encoding="utf-8"))
             for file in files
             if "_static" not in file.parts
         }

@@ -42,7 +42,7 @@ def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
         llms__txt="# A\n\n- [a](page.html)\n- [b](_sources/gone.md.txt)\n",
         searchindex__js=f"Search.setIndex({json.dumps(index)})",
     )
-    site = site_check.Site(tmp_path)
+    site = site_check.BuiltSite(tmp_path)
     targets = [link.partition(": ")[2] for link in site.broken_links()]
     assert targets == ["training.html#polyamp.init", "l.html#module-polyamp.losses"]
     assert site.outside_addresses() == []
@@ -65,7 +65,7 @@ def test_faults(site_check: Any, tmp_path: Path) -> None:
         a__css='@import "https://a.org/b.css"; p { src: url(https://a.org/font.woff2) }',
         a__js='fetch("https://a.org/data"); import("//a.org/m.js")',
     )
-    site = site_check.Site(tmp_path)
+    site = site_check.BuiltSite(tmp_path)
     assert site.broken_links() == ["index.html: gone.html", "index.html: page.html#gone", "index.html: #gone"]
     assert site.outside_addresses() == [
         "index.html: https://cdn.org/a.js",
