@@ -3,6 +3,7 @@
 # own. make bench: what is measured, not tested, in environments of its own too; make bench BENCH=--quick shows in two
 # minutes that all of it works. make fuzz SEEDS=0-2000: random networks compared over the frameworks; SEED=123: one of
 # them again. make mutants COUNT=20: random small faults in the library, and whether the tests notice; SEED=17, SEEDS=5-9.
+# make docs: the documentation site in out/docs/html, checked; the extra "docs" is installed at the first time.
 # make zoo: public models moved between frameworks, and judged; writes docs/measurements/port_zoo.md in some minutes.
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check lint bench fuzz mutants soak zoo test-jax-oldest test-jax-newest clean
+.PHONY: demo test check lint bench fuzz mutants soak zoo docs test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -45,6 +46,9 @@ soak: $(STAMP)
 zoo: $(STAMP)
 	$(BIN)/python -m tests.porting.public.zoo --write
 
+docs: $(VENV)/.docs-installed
+	$(BIN)/python docs/site/build.py
+
 JAX_SUITES := conformance-jax conformance-jax-bits backend-jax doctest-jax
 
 test-jax-oldest:
@@ -69,3 +73,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt \
 	    --editable ".[torch,tensorflow,jax,lightning,accelerate,demo,examples,dev]"
 	touch $(STAMP)
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@

@@ -252,6 +252,7 @@ class JaxBackend:
 
 
 BACKEND: Final[Backend] = JaxBackend()
+"""The backend itself, which `polyamp` finds by its entry point."""
 
 
 @jax.jit

@@ -211,3 +211,4 @@ _UPDATE_FUNCTIONS: Final[dict[str, GraphFunction]] = {
 }
 
 BACKEND: Final[Backend] = TensorFlowBackend()
+"""The backend itself, which `polyamp` finds by its entry point."""

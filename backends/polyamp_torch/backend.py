@@ -227,6 +227,7 @@ class TorchBackend:
 
 
 BACKEND: Final[Backend] = TorchBackend()
+"""The backend itself, which `polyamp` finds by its entry point."""
 
 
 def _require_bfloat16() -> None:

@@ -12,6 +12,7 @@ from polyamp.rules import loss_weights
 from polyamp.rules.loss_argument_checks import check_mean_terms, check_weights
 
 Reduction = Literal["mean", "sum", "none"]
+"""What a loss makes of the losses of its rows: their mean, their sum, or the rows as they are."""
 
 
 class Mean(loss_weights.MeanSum):
