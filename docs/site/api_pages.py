@@ -42,7 +42,7 @@ PAGES: Final = (
     ApiPage(
         "diagnosis",
         "Diagnosis",
-        homes=("contract.explain", "contract.casting_report", "diagnosis", "doctor", "monitor", "nonfinite"),
+        homes=("contract.explain", "contract.casting_report", "diagnosis", "doctor", "linter", "monitor", "nonfinite"),
     ),
     ApiPage("porting", "Moving models and trainings", packages=("polyamp.porting",), homes=("porting.port",)),
     ApiPage("parity", "Comparing trainings", packages=("polyamp.parity",), homes=("parity.compare",)),
