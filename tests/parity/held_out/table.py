@@ -151,6 +151,6 @@ _OF_PART_E: Final = (
     "being read: the eight families in further sizes, and for the most part faults that no part before has; 26 of 100",
     "are in loops written by hand, and 35 under 16 bits. Dtypes count as in part D. Both sides of each fault and clean",
     "pair were trained without a comparison first, and faults that changed no number, or only what the policy's 16",
-    "bits round, were replaced. What counts as found is as above.",
+    "bits round, were replaced. Six of part D's eight misses were mended in between; part E ran once, after that.",
 )
 _WORDS: Final = {"C": _OF_PART_C, "D": _OF_PART_D, "E": _OF_PART_E}
