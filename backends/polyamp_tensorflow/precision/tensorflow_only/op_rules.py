@@ -16,6 +16,7 @@ from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.rules.operation_names import translate_name
 from polyamp_tensorflow.compat import is_keras_code
 from polyamp_tensorflow.precision.op_list import public_function_name, split_names
 
@@ -68,10 +69,10 @@ def check_op_rules(policy: Policy) -> None:
     for name, rule in policy.op_rules.items():
         known = known_operations()
         if operation_key(name) not in known:
+            hint = translate_name(name, "tensorflow") or did_you_mean(name, known.values())
             raise PolicyError(
-                f"op_rules: Keras has no layer or operation {name!r}.{did_you_mean(name, known.values())} Names are "
-                "those of keras.layers and keras.ops, such as 'softmax', 'layer_normalization' or 'dense'. Each "
-                "framework has names of its own: those of a policy for JAX are JAX's primitives."
+                f"op_rules: Keras has no layer or operation {name!r}.{hint} Names are those of keras.layers and "
+                "keras.ops, such as 'softmax', 'layer_normalization' or 'dense'. Each framework has names of its own."
             )
         if rule not in _RULES:
             raise UnsupportedError(

@@ -18,6 +18,7 @@ from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.rules.operation_names import translate_name
 from polyamp_torch.compat import assume_constant_result
 from polyamp_torch.precision.op_list import BACKWARD_FUNCTIONS, FUNCTIONS_WITHOUT_DISPATCH, TorchFunction
 from polyamp_torch.precision.torch_only.compat import returned_values
@@ -134,10 +135,10 @@ def _check_name(name: str) -> None:
         raise PolicyError(
             f"op_rules: {name!r} of torch computes no new tensor, so that it has no dtype to compute in. Drop it."
         )
+    hint = translate_name(name, "torch") or did_you_mean(name.strip("_"), known)
     raise PolicyError(
-        f"op_rules: torch has no function {name!r}.{did_you_mean(name.strip('_'), known)} Names are those of functions "
-        "of torch and torch.nn.functional, such as 'softmax', 'layer_norm' or 'linear'. Each framework has names of "
-        "its own: those of a policy for JAX are JAX's primitives."
+        f"op_rules: torch has no function {name!r}.{hint} Names are those of functions of torch and "
+        "torch.nn.functional, such as 'softmax', 'layer_norm' or 'linear'. Each framework has names of its own."
     )
 
 

@@ -13,7 +13,9 @@ from keras import layers
 import polyamp
 import polyamp_tensorflow
 from polyamp import Policy, PolicyError, UnsupportedError
+from polyamp.rules.operation_names import OPERATION_NAMES
 from polyamp_tensorflow import apply_policy
+from polyamp_tensorflow.precision.tensorflow_only.op_rules import known_operations, operation_key
 
 RULES: Final = {"softmax": "compute", "layer_norm": "compute", "linear": "float32"}
 POLICY: Final = Policy("mixed_bfloat16", op_rules=RULES)
@@ -120,6 +122,13 @@ def test_what_is_refused(rules: dict[str, str], kind: type[Exception], message: 
         apply_policy(model(), policy)
     with pytest.raises(kind, match=message):
         polyamp.init(model(), polyamp.Recipe(policy=policy))
+
+
+def test_names_of_other_frameworks_are_translated() -> None:
+    assert [row.tensorflow for row in OPERATION_NAMES if operation_key(row.tensorflow) not in known_operations()] == []
+    assert [row.torch for row in OPERATION_NAMES if operation_key(row.torch) not in known_operations()] == []
+    with pytest.raises(PolicyError, match=r"no layer or operation 'logistic'\. 'logistic' of JAX is 'sigmoid' here\."):
+        apply_policy(model(), Policy("mixed_bfloat16", op_rules={"logistic": "compute"}))
 
 
 def test_what_a_layer_computes_inside_is_refused_by_name() -> None:

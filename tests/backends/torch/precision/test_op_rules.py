@@ -14,7 +14,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import polyamp
 import polyamp_torch
 from polyamp import Policy, PolicyError, UnsupportedError
+from polyamp.rules.operation_names import OPERATION_NAMES
 from polyamp_torch.compat import open_mode_count
+from polyamp_torch.integrations.loop_adapter import LoopSettings
+from polyamp_torch.precision.torch_only.op_rules import functions_named
 
 RULES: Final = {"softmax": "compute", "layer_norm": "compute", "linear": "float32"}
 POLICY: Final = Policy("mixed_bfloat16", op_rules=RULES)
@@ -258,8 +261,14 @@ def test_explain_names_the_rule() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"softmx": "compute"}, r"torch has no function 'softmx'\. Did you mean 'softmax'.*a policy for JAX are"),
-        ({"reduce_sum": "compute"}, r"torch has no function 'reduce_sum'\..*those of a policy for JAX"),
+        (
+            {"softmx": "compute"},
+            r"torch has no function 'softmx'\. Did you mean 'softmax'.*Each framework has",
+        ),
+        (
+            {"reduce_sum": "compute"},
+            r"no function 'reduce_sum'\. 'reduce_sum' of JAX is 'sum' or 'mean' here",
+        ),
         ({"__add__": "float32"}, r"torch has no function '__add__'\. Did you mean 'add'"),
         ({"exp_": "float32"}, r"'exp_' works in place.*The rule of 'exp' covers"),
         ({"view": "float32"}, r"'view' of torch computes no new tensor"),
@@ -273,6 +282,18 @@ def test_names_that_are_refused(rules: dict[str, str], message: str) -> None:
     for refused in (lambda: policy.native("torch"), lambda: policy.autocast(lambda x: x)(X)):
         with pytest.raises(PolicyError, match=message):
             refused()
+
+
+def test_the_names_in_the_table_of_the_core_exist() -> None:
+    assert [row.torch for row in OPERATION_NAMES if not functions_named(row.torch)] == []
+    Policy("mixed_bfloat16", op_rules={row.torch: "float32" for row in OPERATION_NAMES}).autocast(Net())
+
+
+def test_the_loop_of_a_library() -> None:
+    with LoopSettings.create(POLICY, None, "cpu", library="The loop").region():
+        assert X.softmax(-1).dtype == HALF
+    with pytest.raises(PolicyError, match="no function 'softmx'"):
+        LoopSettings.create(POLICY.replace(op_rules={"softmx": "compute"}), None, "cpu", library="The loop")
 
 
 def test_policies_without_an_op_list_are_refused() -> None:
