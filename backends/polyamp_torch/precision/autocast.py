@@ -37,7 +37,12 @@ from polyamp_torch.precision.torch_only.float32_islands import (
     restore_autocast_state,
 )
 from polyamp_torch.precision.torch_only.op_rules import RuleChanges, check_op_rules, rule_changes
-from polyamp_torch.precision.torch_only.op_rules_mode import current_changes, current_rules_mode, op_rules_region
+from polyamp_torch.precision.torch_only.op_rules_mode import (
+    check_traced_rules,
+    current_changes,
+    current_rules_mode,
+    op_rules_region,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -130,7 +135,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            traced = _traced_region(self._setting, matmul_precision(self._precision))
+            traced = _make_region(self._setting, matmul_precision(self._precision))
             traced.__enter__()
             OPEN_BLOCKS.traced.append(traced)
             return self
@@ -237,7 +242,11 @@ def _region_settings(place: ModulePrecision, device_type: str, rules: RuleChange
 def _make_region(
     setting: RegionSettings, precision: contextlib.AbstractContextManager[None]
 ) -> contextlib.AbstractContextManager[None]:
-    return _traced_region(setting, precision) if torch.compiler.is_compiling() else AutocastRegion(setting, precision)
+    if not torch.compiler.is_compiling():
+        return AutocastRegion(setting, precision)
+    if setting.enabled:
+        check_traced_rules(setting.device_type, setting.rules)
+    return _traced_region(setting, precision)
 
 
 @contextlib.contextmanager

@@ -185,6 +185,7 @@ class AutocastRegion(RegionBlock):
             self.outer.__enter__()
         if not on:
             TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
+            self._open_rules(kind, rules)
             return
         TorchAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
         current = current_islands(kind)
@@ -194,14 +195,17 @@ class AutocastRegion(RegionBlock):
         elif current is not None and current.acting is not acting:
             self.islands = current
             current.switch(acting)
-        changed = op_rules_region(kind, rules)  # last: it sees a call before the islands do
-        if changed is not NULL_CONTEXT:
-            self._settings.append(changed)
-            changed.__enter__()
+        self._open_rules(kind, rules)  # last: they see a call before the islands do
         compiled = eager_backward()
         if compiled is not NULL_CONTEXT:
             self._settings.append(compiled)  # first: an interrupt may come right after its __enter__
             compiled.__enter__()
+
+    def _open_rules(self, kind: str, rules: RuleChanges) -> None:
+        changed = op_rules_region(kind, rules)
+        if changed is not NULL_CONTEXT:
+            self._settings.append(changed)  # first: an interrupt may come right after its __enter__
+            changed.__enter__()
 
     def close(self, *, interrupted: bool) -> None:
         if self not in OPEN_BLOCKS.regions:

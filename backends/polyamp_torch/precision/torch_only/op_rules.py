@@ -103,6 +103,7 @@ def leaves_alone(function: TorchFunction, args: Any, kwargs: dict[str, Any]) -> 
     return any(position < len(args) and args[position] for position in _find_writing_positions(function))
 
 
+@assume_constant_result
 def check_op_rules(policy: Policy) -> None:
     """Reject `op_rules` that torch cannot follow, before the first step (S20).
 

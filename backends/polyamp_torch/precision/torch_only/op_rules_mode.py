@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from polyamp.errors import UnsupportedError
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, open_mode_count, open_modes, push_mode
 from polyamp_torch.precision.op_list import FUNCTIONS_WITHOUT_DISPATCH, copy_without_dispatch
@@ -55,6 +56,7 @@ class OpRulesMode(TorchFunctionMode):
 
     Attributes:
         table: function -> name and rule.
+        is_traced: whether a traced function has opened it.
         closed: whether its block has ended; see `float32_function_mode.IslandsMode`.
     """
 
@@ -64,6 +66,7 @@ class OpRulesMode(TorchFunctionMode):
         super().__init__()
         self.device_type = device_type
         self.closed = False
+        self.is_traced = is_dynamo_compiling()
         self.switch(changes)
 
     def switch(self, changes: RuleChanges) -> None:
@@ -185,11 +188,26 @@ def op_rules_region(device_type: str, changes: RuleChanges) -> contextlib.Abstra
     return OpRulesBlock(device_type, changes) if changes or open_mode_count() else NULL_CONTEXT
 
 
+def check_traced_rules(device_type: str, changes: RuleChanges) -> None:
+    """Reject a region in a traced function with other rules than a region that was opened around the function: the
+    compiler does not see that the mode of that region changes.
+
+    Raises:
+        UnsupportedError: there is such a region.
+    """
+    current = current_rules_mode(device_type)
+    if current is not None and not current.is_traced and current.changes not in ((), changes):
+        raise UnsupportedError(
+            "torch.compile cannot trace a region with other op_rules inside one that was opened around the compiled "
+            "function. Open the inner region outside of the function too."
+        )
+
+
 @contextlib.contextmanager
 def _traced_rules(device_type: str, changes: RuleChanges) -> Iterator[None]:
     """`OpRulesBlock` for a function that a compiler traces."""
     current = current_rules_mode(device_type)
-    if current is None and changes:
+    if changes and (current is None or not (current.changes or current.is_traced)):
         with OpRulesMode(device_type, changes):
             yield
     elif current is None or current.changes == changes:
@@ -204,10 +222,10 @@ def _traced_rules(device_type: str, changes: RuleChanges) -> Iterator[None]:
 
 
 def current_rules_mode(device_type: str) -> OpRulesMode | None:
-    """Return the mode of a device type that is open in this thread, or None."""
+    """Return the innermost mode of a device type that is open in this thread, or None."""
     if not torch.compiler.is_compiling() and not open_mode_count():
         return None
-    for mode in open_modes():
+    for mode in reversed(open_modes()):
         if isinstance(mode, OpRulesMode) and mode.device_type == device_type and not mode.closed:
             return mode
     return None

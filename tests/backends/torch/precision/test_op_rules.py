@@ -209,6 +209,48 @@ def test_a_compiled_function_inside_a_region_is_compiled_once() -> None:
     assert (counter.frame_count, dtypes) == (1, [HALF] * 3)
 
 
+def nested(x: torch.Tensor) -> list[torch.Tensor]:
+    found = []
+    for outer, inner in ((POLICY, PLAIN), (PLAIN, POLICY)):
+        with polyamp_torch.autocast(outer, "cpu"):
+            found.append(x.softmax(-1))
+            with polyamp_torch.autocast(inner, "cpu"):
+                found.append(x.softmax(-1))
+            found.append(x.softmax(-1))
+    return found
+
+
+def test_regions_inside_a_compiled_function() -> None:
+    expected = [HALF, WIDE, HALF, WIDE, HALF, WIDE]
+    for run in (nested, torch.compile(nested, backend="eager", fullgraph=True)):
+        assert [value.dtype for value in run(X)] == expected
+
+
+def test_an_inner_region_of_a_compiled_function_is_not_compiled_under_other_rules() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        with polyamp_torch.autocast(PLAIN, "cpu"):
+            return x.softmax(-1)
+
+    with polyamp_torch.autocast(POLICY, "cpu"):
+        with pytest.raises(Exception, match="cannot trace a region with other op_rules"):
+            torch.compile(inner, backend="eager", fullgraph=True)(X)
+        assert torch.compile(inner, backend="eager")(X).dtype == WIDE  # it runs in plain Python
+        assert X.softmax(-1).dtype == HALF
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "aot_eager"}}])
+def test_a_region_around_a_step_changes_nothing(options: dict[str, Any]) -> None:
+    net, other = Net(), Net()
+    expected = train(net, PLAIN, **options)
+    with polyamp_torch.autocast(POLICY, "cpu"):
+        result = train(other, PLAIN, **options)
+    assert other.seen == net.seen
+    assert torch.equal(result.loss, expected.loss)
+    with polyamp_torch.autocast(PLAIN.replace(op_rules={"exp": "compute"}), "cpu"):
+        train(other := Net(), POLICY, **options)
+    assert other.seen[-1] == RULED
+
+
 def test_overrides_and_inner_policies() -> None:
     net = Net()
     POLICY.replace(overrides={"norm": "float32"}).autocast(net)(X)
