@@ -36,7 +36,7 @@ from polyamp_torch.precision.torch_only.float32_islands import (
     islands,
     restore_autocast_state,
 )
-from polyamp_torch.precision.torch_only.op_rules import RuleChanges, check_op_rules, rule_changes
+from polyamp_torch.precision.torch_only.op_rules import RuleChanges, check_op_rules, region_changes, rule_changes
 from polyamp_torch.precision.torch_only.op_rules_mode import (
     check_traced_rules,
     current_changes,
@@ -117,6 +117,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
             policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled
         )
         self.device_type = kind
+        self._rules = region_changes(self.policy)
         if torch.compiler.is_compiling():  # the compiler traces the settings of a region only
             self.device, self.fast_dtype, self._enabled, self._cache_enabled = kind, fast, on, bool(cache_enabled)
         else:
@@ -126,8 +127,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
     def _setting(self) -> RegionSettings:
         """The region's settings, read from torch's attributes, which libraries read and write."""
         on = self._enabled
-        rules = () if self.policy is None else rule_changes(self.policy)
-        return RegionSettings(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled, rules)
+        return RegionSettings(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled, self._rules)
 
     @property
     def _precision(self) -> str | None:

@@ -18,7 +18,6 @@ from polyamp_torch.arrays import DTYPES
 from polyamp_torch.compat import is_cuda_autocast_unavailable
 from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES, device_types
-from polyamp_torch.precision.torch_only.op_rules import check_op_rules
 
 _POLICY_BY_DTYPE: Final = {torch.float16: Policy("mixed_float16"), torch.bfloat16: Policy("mixed_bfloat16")}
 """The policy of each dtype in torch's form."""
@@ -91,7 +90,6 @@ def _policy_arguments(policy: Policy, device_type: str | None, *, enabled: bool)
     if not OPEN_BLOCKS.bound and (len(policy.overrides) or policy.mode == "cast"):
         what = "overrides name module paths" if len(policy.overrides) else "mode='cast' casts a model's parameters"
         raise UnsupportedError(f"{what}, and a region knows no model. Use policy.autocast(model).")
-    check_op_rules(policy)
     place = module_precision(policy, None)
     dtype = DTYPES[place.dtype] if place.mixes else torch.get_autocast_dtype(device_type)
     return RegionArguments(policy, device_type, dtype, place.mixes and enabled, place.kept)

@@ -47,9 +47,27 @@ _OPERATORS: Final = {
 
 
 @assume_constant_result
-def rule_changes(policy: Policy | ResolvedPolicy) -> RuleChanges:
-    """Return a policy's `op_rules` as a hashable value, which is a constant of a traced function."""
-    return tuple(sorted(policy.op_rules.items())) if policy.op_rules else ()
+def rule_changes(plan: ResolvedPolicy) -> RuleChanges:
+    """Return the `op_rules` of a resolved policy as a hashable value, which is a constant of a traced function."""
+    return tuple(sorted(plan.op_rules.items())) if plan.op_rules else ()
+
+
+def region_changes(policy: Policy | None) -> RuleChanges:
+    """Return the checked `op_rules` of a region's policy, which a traced function may have created.
+
+    Raises:
+        PolicyError, UnsupportedError: as in `check_op_rules`.
+    """
+    if policy is None or not len(policy.op_rules):
+        return ()
+    changes = tuple([(name, policy.op_rules[name]) for name in policy.op_rules])
+    _check_changes(changes, str(policy.mode), policy.param, policy.compute)
+    return _sorted_changes(changes)
+
+
+@assume_constant_result
+def _sorted_changes(changes: RuleChanges) -> RuleChanges:
+    return tuple(sorted(changes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -103,7 +121,6 @@ def leaves_alone(function: TorchFunction, args: Any, kwargs: dict[str, Any]) -> 
     return any(position < len(args) and args[position] for position in _find_writing_positions(function))
 
 
-@assume_constant_result
 def check_op_rules(policy: Policy) -> None:
     """Reject `op_rules` that torch cannot follow, before the first step (S20).
 
@@ -111,15 +128,18 @@ def check_op_rules(policy: Policy) -> None:
         PolicyError: a name that is no function of torch, or one that computes nothing.
         UnsupportedError: a policy that computes in 16 bits without autocast, and so without an op list.
     """
-    if not policy.op_rules:
-        return
-    for name in policy.op_rules:
+    region_changes(policy)
+
+
+@assume_constant_result
+def _check_changes(changes: RuleChanges, mode: str, param: str, compute: str) -> None:
+    for name, _ in changes:
         _check_name(name)
-    if policy.compute in HALF_DTYPES and (policy.mode == "cast" or policy.param == policy.compute):
-        why = "mode='cast'" if policy.mode == "cast" else f"param={policy.param!r}"
+    if compute in HALF_DTYPES and (mode == "cast" or param == compute):
+        why = "mode='cast'" if mode == "cast" else f"param={param!r}"
         raise UnsupportedError(
-            f"op_rules change the op list of autocast, which does not act with {why}. Received: {policy}. Use "
-            "mode='autocast' with param='float32', or policy.replace(op_rules={})."
+            f"op_rules change the op list of autocast, which does not act with {why}. Received: "
+            f"op_rules={dict(changes)}. Use mode='autocast' with param='float32', or policy.replace(op_rules={{}})."
         )
 
 

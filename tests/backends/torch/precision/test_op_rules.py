@@ -349,3 +349,11 @@ def test_a_policy_from_json_has_the_rules() -> None:
     net = Net()
     Policy(**POLICY.to_dict()).autocast(net)(X)
     assert net.seen == [RULED]
+
+
+def test_a_policy_that_a_compiled_function_creates_has_its_rules() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with polyamp_torch.autocast(Policy("mixed_bfloat16", op_rules={"softmax": "compute"}), "cpu"):
+            return x.softmax(-1)
+
+    assert torch.compile(run, backend="eager", fullgraph=True)(X).dtype == HALF
