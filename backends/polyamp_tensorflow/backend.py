@@ -53,6 +53,7 @@ class TensorFlowBackend:
 
     name = "tensorflow"
     monitors_steps = True
+    changes_op_rules = True
     xp = conversions.XP
     losses = TensorFlowLosses()
     scalar = staticmethod(conversions.scalar)

@@ -51,6 +51,7 @@ class TorchBackend:
 
     name = "torch"
     monitors_steps = True
+    changes_op_rules = True
     xp = XP
     losses = TorchLosses()
     to_numpy = staticmethod(arrays.to_numpy)

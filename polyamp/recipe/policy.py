@@ -64,7 +64,8 @@ class Policy(Record, kw_only=True):
             framework's own list.
         op_rules: operation name -> rule, to change an entry of the op list in autocast mode: "compute", "float32",
             "promote" (the widest dtype of its operands), "follow" (the operand's dtype) or "opaque" (the dtypes that
-            the program declares). Names are the framework's; in JAX those of its primitives.
+            the program declares). Names are the framework's: in JAX those of its primitives, in torch those of public
+            functions ("softmax", "linear"), in Keras those of layers and operations, with "compute" or "float32".
         aliases: names for modules whose paths differ between frameworks, for use in `overrides`; usually passed to
             the `Recipe`, which uses them for parameter groups too.
 

@@ -14,6 +14,7 @@ import jax
 
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.recipe.policy import Policy
+from polyamp.rules.operation_names import translate_name
 from polyamp_jax import compat
 
 OpRule = Literal["compute", "float32", "promote", "follow", "opaque"]
@@ -214,7 +215,7 @@ def rules_for(changes: Mapping[str, str]) -> Mapping[str, OpRule]:
         if name not in RULES and name not in STRUCTURES and name not in compat.known_primitives():
             raise PolicyError(
                 f"op_rules: JAX has no operation {given!r}."
-                + did_you_mean(given, [*RULES, *STRUCTURES])
+                + (translate_name(given, "jax") or did_you_mean(given, [*RULES, *STRUCTURES]))
                 + " Names are those of JAX's primitives, as jax.make_jaxpr(fn)(...) prints them."
             )
         _check_rule(name, rule)

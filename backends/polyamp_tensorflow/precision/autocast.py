@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Final
 import keras
 import tensorflow as tf
 
-from polyamp.contract import registry
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.recipe.policy import Policy, check_supported
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_tensorflow.arrays import cast
@@ -32,6 +31,7 @@ from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import (
     choose_layer_dtypes,
     resolve_layer_policy,
 )
+from polyamp_tensorflow.precision.tensorflow_only.op_rules import check_op_rules, refuse_op_rules
 from polyamp_tensorflow.precision.tensorflow_only.policy_application import (
     PolicyApplication,
     drop_cached_functions,
@@ -67,7 +67,7 @@ def dtype_policy(policy: Policy | str) -> Any:
             one dtype.
 
     Raises:
-        UnsupportedError: Keras has no policy with these dtypes.
+        UnsupportedError: Keras has no policy with these dtypes, or the policy has `op_rules`.
 
     Example:
         >>> import polyamp
@@ -79,6 +79,7 @@ def dtype_policy(policy: Policy | str) -> Any:
         ('float32', 'bfloat16')
     """
     policy = Policy.of(policy)
+    refuse_op_rules(policy, "a keras.DTypePolicy; use apply_policy(model, policy)")
     return policy_map(policy) if policy.overrides else keras_policy(policy.param, policy.compute)
 
 
@@ -204,6 +205,7 @@ def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> App
 
     - sensitive layers (S4) and heads: float32;
     - overridden layers (S5): the dtype of the override;
+    - layers that `op_rules` name: the dtype of the rule;
     - quantized layers and those with an explicit `dtype=`: unchanged.
 
     `fit`, `evaluate` and `predict` are retraced. Variables do not change. The policy adds no loss scaling for float16;
@@ -219,9 +221,9 @@ def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> App
         The policy as a context manager, with `restore()` and `choices`.
 
     Raises:
-        UnsupportedError: not a Keras layer, dtypes for which Keras has no policy, or `op_rules`.
+        UnsupportedError: not a Keras layer, dtypes for which Keras has no policy, or rules that reach no layer.
         ModelError: the model is not built.
-        PolicyError: an override matches no layer, or sets a softmax head to 16 bits.
+        PolicyError: an override or a rule matches no layer, or sets a softmax head to 16 bits.
 
     Example:
         >>> import keras, polyamp, polyamp_tensorflow
@@ -250,15 +252,16 @@ def resolve_policy(model: Any, policy: Policy) -> ResolvedPolicy:
     Overrides are matched once the model is built; until then the plan has none.
 
     Raises:
-        UnsupportedError: dtypes without a Keras policy; `op_rules`; overrides or mode="autocast" on a model that is not
-            a Keras layer.
-        PolicyError: an override matches no layer, or sets a softmax head to 16 bits.
+        UnsupportedError: dtypes without a Keras policy; overrides, `op_rules` or mode="autocast" on a model that is not
+            a Keras layer; `op_rules` for what a layer computes inside.
+        PolicyError: an override or a rule matches no layer, or sets a softmax head to 16 bits.
     """
     require_tensorflow()
-    check_supported(registry.get("tensorflow"), policy)
+    check_op_rules(policy)
     for compute in (policy.compute, *policy.overrides.values()):
         keras_policy(policy.param, compute)
     if not is_layer(model):
+        refuse_op_rules(policy, type(model).__qualname__)
         plan = policy.plan()
         check_castable(model, plan)
         return plan
@@ -282,6 +285,8 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         resolve_policy(root_model(target), policy)
         return _wrap_function(target, policy)
     plan = policy.plan()
+    if not is_layer(target):
+        refuse_op_rules(policy, getattr(target, "__qualname__", type(target).__qualname__))
     if is_layer(target):
         plan = resolve_policy(target, policy)
     elif policy.mode == "autocast" or policy.overrides:

@@ -112,16 +112,16 @@ def is_sensitive(layer: Any) -> bool:
     if isinstance(layer, SENSITIVE_LAYERS) or is_preprocessing_layer(layer):
         return True
     if isinstance(layer, keras.layers.Lambda):
-        return _function_name(layer.function) in _FUNCTIONS
+        return public_function_name(layer.function) in _FUNCTIONS
     if child_layers(layer):
         return False  # its activation belongs to a child layer or is one step among others
-    return _function_name(getattr(layer, "activation", None)) in _FUNCTIONS
+    return public_function_name(getattr(layer, "activation", None)) in _FUNCTIONS
 
 
 def is_possible_binary_head(layer: Any) -> bool:
     """Return whether a layer is dense with a sigmoid: a binary classifier's head, or a gate."""
     dense = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
-    return dense and _function_name(layer.activation) == "sigmoid"
+    return dense and public_function_name(layer.activation) == "sigmoid"
 
 
 def is_sensitive_operation(operation: Any) -> bool:
@@ -139,7 +139,7 @@ def has_probability_output(target: Any) -> bool:
     if isinstance(target, keras.layers.Softmax):
         return True
     if isinstance(target, keras.Layer):
-        return _function_name(getattr(target, "activation", None)) in _PROBABILITIES
+        return public_function_name(getattr(target, "activation", None)) in _PROBABILITIES
     return type(target).__name__ in _PROBABILITY_OPERATIONS
 
 
@@ -151,8 +151,8 @@ def function_name(target: Any) -> str:
     if isinstance(target, keras.layers.Wrapper):
         return function_name(target.layer)
     if isinstance(target, keras.layers.Lambda):
-        return _function_name(target.function)
-    return "" if child_layers(target) else _function_name(getattr(target, "activation", None))
+        return public_function_name(target.function)
+    return "" if child_layers(target) else public_function_name(getattr(target, "activation", None))
 
 
 def is_dense(layer: Any) -> bool:
@@ -161,7 +161,7 @@ def is_dense(layer: Any) -> bool:
     return isinstance(inner, DENSE_LAYERS)
 
 
-def _function_name(function: Any) -> str:
+def public_function_name(function: Any) -> str:
     """Return the public name of a function or of an object's class: the `__name__` of `tf.nn.softmax` is "softmax_v2",
     that of `tf.signal.rfft` "_rfft"."""
     name = str(getattr(function, "__name__", type(function).__name__))

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, GradientError, UnsupportedError
-from polyamp.recipe.policy import Policy, check_supported
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.recipe.scaler import LossScaler
@@ -28,6 +27,7 @@ from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 from polyamp_torch.precision.autocast import autocast, matmul_precision
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
+from polyamp_torch.precision.torch_only.op_rules import check_op_rules
 from polyamp_torch.step.torch_only import buffers
 
 
@@ -73,11 +73,11 @@ class LoopSettings(NamedTuple):
 
         Raises:
             UnsupportedError: the policy has `mode="cast"`, or parameters that are not float32.
+            PolicyError: `op_rules` names no function of torch.
             RecipeError: the scaler is not one of polyamp's.
         """
         recipe = Recipe(policy=policy, scaler=scaler)
         policy = recipe.policy
-        check_supported(registry.get("torch"), policy)
         if policy.mode == "cast":
             raise UnsupportedError(
                 f"{library} runs the model itself, so nothing can be cast at the model's boundary. Received: "
@@ -88,6 +88,7 @@ class LoopSettings(NamedTuple):
                 f"{library} keeps the model's float32 parameters as masters. Received: param={policy.param!r}. Use "
                 "param='float32', or convert the model and run it without a precision of polyamp's."
             )
+        check_op_rules(policy)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         own = LoopScaler(recipe.loss_scaler, device=device) if recipe.loss_scaler.checks else None
         return cls(policy, policy.plan(), own, device, policy.replace(overrides={}))

@@ -36,6 +36,13 @@ from polyamp_torch.precision.torch_only.float32_islands import (
     islands,
     restore_autocast_state,
 )
+from polyamp_torch.precision.torch_only.op_rules import RuleChanges, check_op_rules, region_changes, rule_changes
+from polyamp_torch.precision.torch_only.op_rules_mode import (
+    check_traced_rules,
+    current_changes,
+    current_rules_mode,
+    op_rules_region,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -110,6 +117,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
             policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled
         )
         self.device_type = kind
+        self._rules = region_changes(self.policy)
         if torch.compiler.is_compiling():  # the compiler traces the settings of a region only
             self.device, self.fast_dtype, self._enabled, self._cache_enabled = kind, fast, on, bool(cache_enabled)
         else:
@@ -119,7 +127,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
     def _setting(self) -> RegionSettings:
         """The region's settings, read from torch's attributes, which libraries read and write."""
         on = self._enabled
-        return RegionSettings(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled)
+        return RegionSettings(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled, self._rules)
 
     @property
     def _precision(self) -> str | None:
@@ -127,7 +135,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            traced = _traced_region(self._setting, matmul_precision(self._precision))
+            traced = _make_region(self._setting, matmul_precision(self._precision))
             traced.__enter__()
             OPEN_BLOCKS.traced.append(traced)
             return self
@@ -181,16 +189,19 @@ skip_compilation(autocast.__enter__, autocast.__exit__)
 
 def root_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
     """Return the region of a resolved policy in its compute dtype; the caller handles a model's overrides and casts."""
-    return _make_region(_region_settings(plan.root, device_type), matmul_precision(plan.float32_matmul))
+    setting = _region_settings(plan.root, device_type, rule_changes(plan))
+    return _make_region(setting, matmul_precision(plan.float32_matmul))
 
 
-def place_region(place: ModulePrecision, device_type: str) -> contextlib.AbstractContextManager[None]:
+def place_region(
+    place: ModulePrecision, device_type: str, rules: RuleChanges = ()
+) -> contextlib.AbstractContextManager[None]:
     """Return the autocast region of one module's precision, with autocast off if it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads. It can return weights from
     before an optimizer step, in another dtype, or without their gradient. See docs/guides/torch_autocast.md.
     """
-    return _make_region(_region_settings(place, device_type), NULL_CONTEXT)
+    return _make_region(_region_settings(place, device_type, rules), NULL_CONTEXT)
 
 
 def backward_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
@@ -198,7 +209,7 @@ def backward_region(plan: ResolvedPolicy, device_type: str) -> contextlib.Abstra
     return backward_islands(device_type) if plan.mixes and plan.kept else NULL_CONTEXT
 
 
-def is_region_open(place: ModulePrecision, device_type: str) -> bool:
+def is_region_open(place: ModulePrecision, device_type: str, rules: RuleChanges) -> bool:
     """Return whether the regions open now have the settings of that module's region, whoever opened them."""
     if torch.is_autocast_enabled(device_type) is not place.mixes:
         return False
@@ -206,8 +217,10 @@ def is_region_open(place: ModulePrecision, device_type: str) -> bool:
         return True
     if torch.get_autocast_dtype(device_type) != DTYPES[place.dtype]:
         return False
-    mode = None if torch.compiler.is_compiling() else current_islands(device_type)
-    return mode is None or mode.acting is place.kept
+    if torch.compiler.is_compiling():
+        return True
+    mode, changed = current_islands(device_type), current_rules_mode(device_type)
+    return (mode is None or mode.acting is place.kept) and (changed is None or changed.changes == rules)
 
 
 def is_root_region_open(plan: ResolvedPolicy, device_type: str) -> bool:
@@ -216,18 +229,24 @@ def is_root_region_open(plan: ResolvedPolicy, device_type: str) -> bool:
         not torch.compiler.is_compiling()
         and not torch.is_autocast_cache_enabled()
         and plan.float32_matmul in (None, torch.get_float32_matmul_precision())
-        and is_region_open(plan.root, device_type)
+        and is_region_open(plan.root, device_type, rule_changes(plan))
+        and current_changes(device_type) == rule_changes(plan)
     )
 
 
-def _region_settings(place: ModulePrecision, device_type: str) -> RegionSettings:
-    return RegionSettings(device_type, DTYPES[place.dtype] if place.mixes else None, place.mixes, place.kept)
+def _region_settings(place: ModulePrecision, device_type: str, rules: RuleChanges) -> RegionSettings:
+    dtype = DTYPES[place.dtype] if place.mixes else None
+    return RegionSettings(device_type, dtype, place.mixes, place.kept, rules=rules)
 
 
 def _make_region(
     setting: RegionSettings, precision: contextlib.AbstractContextManager[None]
 ) -> contextlib.AbstractContextManager[None]:
-    return _traced_region(setting, precision) if torch.compiler.is_compiling() else AutocastRegion(setting, precision)
+    if not torch.compiler.is_compiling():
+        return AutocastRegion(setting, precision)
+    if setting.enabled:
+        check_traced_rules(setting.device_type, setting.rules)
+    return _traced_region(setting, precision)
 
 
 @contextlib.contextmanager
@@ -241,6 +260,7 @@ def _traced_region(setting: RegionSettings, precision: contextlib.AbstractContex
         with (
             TorchAutocast(setting.device_type, dtype=setting.dtype, cache_enabled=setting.cache),
             islands(setting.device_type, acting=setting.acting),
+            op_rules_region(setting.device_type, setting.rules),
         ):
             yield
 
@@ -286,6 +306,7 @@ def wrap_function(target: Callable[..., Any], plan: ResolvedPolicy) -> Callable[
     """
     if plan.policy.overrides:
         raise UnsupportedError("overrides name module paths; policy.autocast needs a module for them, not a function.")
+    check_op_rules(plan.policy)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, RegionBlock
 from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
+from polyamp_torch.precision.torch_only.op_rules import check_op_rules
 from polyamp_torch.precision.torch_only.policy_installation import InstallationBlock, PolicyInstallation
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function, unwrapped_paths
 
@@ -236,9 +237,10 @@ def resolve_policy(module: nn.Module, policy: Policy) -> ResolvedPolicy:
     The root has no path here, so no glob overrides it.
 
     Raises:
-        PolicyError: an override matches no module.
+        PolicyError: an override matches no module, or `op_rules` names no function of torch.
         UnsupportedError: a module would compute in a dtype to which autocast does not cast its parameters.
     """
+    check_op_rules(policy)
     inner = unwrapped_paths(module) if policy.overrides else {}
     plan = policy.plan(inner, backend="torch")
     for path, dtype in {"": plan.compute, **plan.overridden}.items():

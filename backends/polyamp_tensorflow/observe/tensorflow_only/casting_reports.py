@@ -6,6 +6,7 @@ layers: a layer that is sensitive as a whole computes in float32 (S4), any other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
@@ -20,6 +21,7 @@ from polyamp_tensorflow.models.layers import is_layer
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
+from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
 
 
 def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
@@ -43,18 +45,22 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
     recorder = OpDtypeRecorder(enabled=True)
     with model_copy(model, wide=False, inference=False) as twin:
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
-        capture.capture_pass(backend.init(twin, recipe), loss_fn, batch, _ignore, recorder)
-    rows = [row._replace(rule=_rule(row, policy)) for row in recorder.rows()]
+        state = backend.init(twin, recipe)
+        capture.capture_pass(state, loss_fn, batch, _ignore, recorder)
+        ruled = {each.path: each.dtype for each in choose_layer_dtypes(twin, state.plan) if each.why == "op_rules"}
+    rows = [row._replace(rule=_rule(row, policy, ruled)) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
     return CastingReport(policy, rows, casts)
 
 
-def _rule(row: OperationCount, policy: Policy) -> str:
-    """Return the rule of a row in the words of `OperationCount`."""
+def _rule(row: OperationCount, policy: Policy, ruled: Mapping[str, str | None]) -> str:
+    """Return the rule of a row in the words of `OperationCount`; `ruled` has the layers that `op_rules` cover."""
     if row.module and deciding_glob(policy.overrides, row.module) is not None:
         return "override"
     if policy.compute not in HALF_DTYPES:
         return "off"
+    if row.module in ruled:
+        return f"{'float32' if ruled[row.module] == 'float32' else 'compute'} (op_rules)"
     if row.rule == "compute":
         return "compute" if row.dtype == policy.compute else "compute (uncast)"
     if row.rule == "follow":

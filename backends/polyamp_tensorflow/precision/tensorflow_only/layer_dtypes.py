@@ -37,6 +37,7 @@ from polyamp_tensorflow.precision.tensorflow_only.functional_graph import (
     logarithm_sources,
 )
 from polyamp_tensorflow.precision.tensorflow_only.keras_policies import own_policy
+from polyamp_tensorflow.precision.tensorflow_only.op_rules import check_rules_reach, ruled_dtype
 
 _TENSORS: Final = (EagerTensor, tf.Variable)
 
@@ -51,8 +52,8 @@ class LayerDtype(NamedTuple):
         path: its path; "" for the model itself.
         dtype: the compute dtype; None if it keeps its own policy.
         why: the reason: "compute", "override", "given" (to its constructor), "quantized", "not floating", "float64"
-            (S2), "head", "sensitive", "loss" (its code adds one), "constants", "contains" (a functional or sequential
-            model), "inner" (a wrapper follows its layer), "product" or "gather" (of an operation).
+            (S2), "op_rules", "head", "sensitive", "loss" (its code adds one), "constants", "contains" (a functional or
+            sequential model), "inner" (a wrapper follows its layer), "product" or "gather" (of an operation).
         parent: the layer that calls it, unless that is a functional or sequential model; else None.
     """
 
@@ -70,11 +71,22 @@ def resolve_layer_policy(model: Any, policy: Policy) -> ResolvedPolicy:
     per process; the name numbered within the model, as in checkpoints, is matched too.
 
     Raises:
-        PolicyError: an override matches nothing; the message lists the nearest paths.
+        PolicyError: an override matches nothing; the message lists the nearest paths. Or `op_rules` names nothing that
+            the model computes.
+        UnsupportedError: `op_rules` names what a layer computes inside.
     """
-    if not policy.overrides:
+    if not policy.overrides and not policy.op_rules:
         return policy.plan()
     found = list_layers(model)
+    plan = _resolve_overrides(found, policy)
+    operations = [operation for module in found for operation, _ in functional_operations(module)]
+    check_rules_reach(plan, [(module.layer, module.path) for module in found], operations)
+    return plan
+
+
+def _resolve_overrides(found: list[LayerEntry], policy: Policy) -> ResolvedPolicy:
+    if not policy.overrides:
+        return policy.plan()
     names = layer_path_aliases(found)
     paths = [names[module.path] for module in found]
     paths += [(path,) for module in found for _, path in functional_operations(module)]
@@ -146,6 +158,9 @@ def _layer_dtype(
         return named, "override"
     if (above is not None and above.why == "given") or _has_explicit_dtype(layer, plan):
         return None, "given"
+    ruled = ruled_dtype(layer, plan) or (above.dtype if above is not None and above.why == "op_rules" else None)
+    if ruled is not None:
+        return ruled, "op_rules"
     if plan.compute not in HALF_DTYPES or plan.param != "float32":
         return plan.compute, "compute"
     if heads.get(id(layer)) == "logits" and plan.output not in HALF_DTYPES:
@@ -217,14 +232,15 @@ def _widen_probabilities(choice: LayerDtype, plan: ResolvedPolicy) -> LayerDtype
     """Set probabilities to float32, in every mode: Keras's cross-entropy clips them, which in 16 bits loses the logits.
 
     Raises:
-        PolicyError: an override requests 16 bits.
+        PolicyError: an override or a rule requests 16 bits.
     """
     dtype = choice.dtype or own_policy(choice.target).compute_dtype
     if plan.param in HALF_DTYPES or dtype not in HALF_DTYPES:
         return choice
-    if choice.why == "override":
+    if choice.why in ("override", "op_rules"):
+        field = "overrides" if choice.why == "override" else "op_rules"
         raise PolicyError(
-            f"overrides: {choice.path!r} gives probabilities, and cross-entropy of 16-bit probabilities is wrong (a "
+            f"{field}: {choice.path!r} gives probabilities, and cross-entropy of 16-bit probabilities is wrong (a "
             f"loss of 30 is reported as 16.1). Received: {dtype}. Leave it in float32, or let it give logits "
             "(activation=None, from_logits=True in the loss)."
         )
@@ -250,6 +266,9 @@ def _operation_dtypes(
         named = plan.at(path).named
         if named is not None:
             choice = LayerDtype(operation, path, named, "override")
+            yield _widen_probabilities(choice, plan) if heads.get(id(operation)) == "probabilities" else choice
+        elif (ruled := ruled_dtype(operation, plan)) is not None:
+            choice = LayerDtype(operation, path, ruled, "op_rules")
             yield _widen_probabilities(choice, plan) if heads.get(id(operation)) == "probabilities" else choice
         elif heads.get(id(operation)) == "probabilities" and plan.param == "float32":
             yield LayerDtype(operation, path, "float32", "head")

@@ -162,7 +162,7 @@ class PolicyApplication:
         if own is not None and own.compute_dtype in HALF_DTYPES:
             own = integer_input_policy(own, target)
         # Explicitly requested 16 bits also apply to losses.
-        refuses = islands and choice.why not in ("override", "given")
+        refuses = islands and choice.why not in ("override", "given", "op_rules")
         methods = {"add_loss": _float32_add_loss(choice, refuses=refuses)}
         if gathers:
             methods["call"] = call

@@ -27,6 +27,7 @@ from polyamp_torch.observe.model_copy import copy_model
 from polyamp_torch.precision.autocast import backward_region, root_region, wrap_function
 from polyamp_torch.precision.op_list import TORCH_OP_FAMILIES
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
+from polyamp_torch.precision.torch_only.op_rules_mode import RUNNING_RULE
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
 _COMPUTE: Final = """
@@ -185,6 +186,8 @@ class _CountMode(DispatchMode):  # type: ignore[misc]  # torch does not annotate
         if direction == "backward" or not name:
             return "follow"
         rule = _list_rule(name)
+        if RUNNING_RULE.word and direction != "backward":
+            return f"{RUNNING_RULE.word} (op_rules)"
         listed = self._plan.compute if rule == "compute" else "float32" if rule == "float32" and self._plan.kept else ""
         return f"{rule} (uncast)" if listed and listed not in dtypes else rule
 

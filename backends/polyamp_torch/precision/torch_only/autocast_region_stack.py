@@ -38,6 +38,8 @@ from polyamp_torch.precision.torch_only.float32_islands import (
     current_islands,
     make_islands,
 )
+from polyamp_torch.precision.torch_only.op_rules import RuleChanges
+from polyamp_torch.precision.torch_only.op_rules_mode import op_rules_region
 
 _WITH_INSTRUCTIONS: Final = ("BEFORE_WITH", "SETUP_WITH")
 """Opcodes of a `with` statement. Python 3.14 has another; `close_stale_blocks` then waits for the object's end."""
@@ -141,6 +143,7 @@ class RegionSettings(NamedTuple):
         enabled: whether autocast is on.
         acting: whether the islands act.
         cache: whether torch keeps cast copies of weights.
+        rules: the policy's `op_rules`.
     """
 
     device_type: str
@@ -148,6 +151,7 @@ class RegionSettings(NamedTuple):
     enabled: bool
     acting: bool
     cache: bool = False
+    rules: RuleChanges = ()
 
 
 class AutocastRegion(RegionBlock):
@@ -172,7 +176,7 @@ class AutocastRegion(RegionBlock):
         self._settings: list[contextlib.AbstractContextManager[None]] = []
 
     def open(self) -> None:
-        kind, dtype, on, acting, cache = self.setting
+        kind, dtype, on, acting, cache, rules = self.setting
         enabled, fast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.before = (enabled, fast, torch.is_autocast_cache_enabled(), autocast_nesting())
         OPEN_BLOCKS.regions.append(self)
@@ -181,6 +185,7 @@ class AutocastRegion(RegionBlock):
             self.outer.__enter__()
         if not on:
             TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
+            self._open_rules(kind, rules)
             return
         TorchAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
         current = current_islands(kind)
@@ -190,10 +195,17 @@ class AutocastRegion(RegionBlock):
         elif current is not None and current.acting is not acting:
             self.islands = current
             current.switch(acting)
+        self._open_rules(kind, rules)  # last: they see a call before the islands do
         compiled = eager_backward()
         if compiled is not NULL_CONTEXT:
             self._settings.append(compiled)  # first: an interrupt may come right after its __enter__
             compiled.__enter__()
+
+    def _open_rules(self, kind: str, rules: RuleChanges) -> None:
+        changed = op_rules_region(kind, rules)
+        if changed is not NULL_CONTEXT:
+            self._settings.append(changed)  # first: an interrupt may come right after its __enter__
+            changed.__enter__()
 
     def close(self, *, interrupted: bool) -> None:
         if self not in OPEN_BLOCKS.regions:

@@ -123,3 +123,12 @@ def _before_transforms(kernel: Kernel, plain: Any) -> Kernel:
         return kernel(*args, **kwargs)
 
     return call
+
+
+def returned_values(name: str) -> list[Any]:
+    """Return the tensors in the schemas of an operation, over its forms that write to no operand; [] if torch has no
+    such operation. `alias_info` of a value is None if it is no view of an operand."""
+    packet = getattr(torch.ops.aten, name, None)
+    forms = [] if packet is None else [getattr(packet, form)._schema for form in packet.overloads()]
+    returned = [value for schema in forms if not schema.is_mutable for value in schema.returns]
+    return [value for value in returned if "Tensor" in str(value.type)]

@@ -196,7 +196,7 @@ def _has_result_dtype(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("dtype") is not None or kwargs.get("out") is not None
 
 
-def remove_mode(mode: IslandsMode) -> None:
+def remove_mode(mode: TorchFunctionMode) -> None:
     """Remove every occurrence of a mode from the stack of this thread, and keep the others."""
     stack = open_modes()
     if stack and stack[-1] is mode:

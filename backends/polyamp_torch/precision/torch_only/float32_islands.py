@@ -26,6 +26,8 @@ from polyamp_torch.compat import (
 from polyamp_torch.precision.torch_only.compat import has_custom_device
 from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode, remove_mode
 from polyamp_torch.precision.torch_only.float32_kernels import KernelIslands, KernelsOff, open_kernel_islands
+from polyamp_torch.precision.torch_only.op_rules import RuleChanges
+from polyamp_torch.precision.torch_only.op_rules_mode import OpRulesMode, current_changes, op_rules_region
 
 _DEVICE_TESTS: Final[dict[str, Callable[[], bool]]] = {
     "cpu": lambda: True,
@@ -137,7 +139,7 @@ def _without_mode() -> Iterator[None]:
 def close_interrupted_modes() -> None:
     """Remove modes whose blocks have ended, but which torch put back on the stack after an interrupt."""
     for mode in open_modes():
-        if isinstance(mode, IslandsMode) and mode.closed:
+        if isinstance(mode, IslandsMode | OpRulesMode) and mode.closed:
             remove_mode(mode)
 
 
@@ -148,6 +150,7 @@ class DeviceAutocastState(NamedTuple):
     enabled: bool
     dtype: torch.dtype
     islands: bool
+    rules: RuleChanges = ()
 
 
 class AutocastState(NamedTuple):
@@ -176,9 +179,8 @@ def capture_autocast_state(kinds: tuple[str, ...] | None = None) -> AutocastStat
     for kind in device_types() if kinds is None else kinds:
         current = current_islands(kind)
         acting = current is not None and current.acting
-        regions.append(
-            DeviceAutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), acting)
-        )
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        regions.append(DeviceAutocastState(kind, enabled, dtype, acting, current_changes(kind)))
     return AutocastState(tuple(regions), torch.is_autocast_cache_enabled(), any(region.islands for region in regions))
 
 
@@ -193,6 +195,7 @@ def restore_autocast_state(state: AutocastState) -> Iterator[None]:
     with (
         TorchAutocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
         islands(first.device_type, acting=first.islands),
+        op_rules_region(first.device_type, first.rules),
         restore_autocast_state(state._replace(regions=tuple(others))),
     ):
         yield

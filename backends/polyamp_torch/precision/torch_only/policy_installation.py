@@ -26,6 +26,7 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import (
     autocast_nesting,
     close_stale_blocks,
 )
+from polyamp_torch.precision.torch_only.op_rules import rule_changes
 
 MethodWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the replacement of a module's method."""
@@ -43,6 +44,7 @@ class PolicyInstallation:
         self.module = module
         self.plan = plan
         self.device_type = device_type
+        self.rules = rule_changes(plan)
         self.called: set[str] = set()
         self.own_casts = ParameterCasts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
         self.casts = self.own_casts
@@ -71,13 +73,14 @@ class PolicyInstallation:
         if part is not None and self._is_under_another(own, part):
             return True
         dtype = next((dtype for owner, dtype in reversed(OPEN_BLOCKS.overrides) if owner is self), None)
-        if is_region_open(self.plan.root if dtype is None else self.plan.place(dtype), self.device_type):
+        place = self.plan.root if dtype is None else self.plan.place(dtype)
+        if is_region_open(place, self.device_type, self.rules):
             return False
         if (
             not compiling and dtype is None and part is not None and is_in_backward()
         ):  # a checkpoint inside an overridden module
             places = map(self.plan.place, set(self.plan.overridden.values()))
-            if any(is_region_open(place, self.device_type) for place in places):
+            if any(is_region_open(place, self.device_type, self.rules) for place in places):
                 return False
         return _is_inner_region_open(self)
 
@@ -224,7 +227,7 @@ class PolicyInstallation:
                     return forward(*args, **kwargs)
                 OPEN_BLOCKS.overrides.append((self, dtype))
                 try:
-                    with place_region(place, self.device_type):
+                    with place_region(place, self.device_type, self.rules):
                         kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
                         output = forward(*cast_tree(args, dtype, float64=double), **kwargs)
                 finally:

@@ -16,6 +16,7 @@ import polyamp
 import polyamp_jax
 from polyamp.contract.casting_report import CastCount, OperationCount
 from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.rules.operation_names import OPERATION_NAMES
 from polyamp_jax.precision import op_list
 
 MIXED = polyamp.Policy("mixed_float16")
@@ -202,6 +203,10 @@ def test_op_rules_change_an_entry(products: Any, equations: Any) -> None:
     ("rules", "message"),
     [
         ({"expp": "compute"}, r"op_rules: JAX has no operation 'expp'\..*'exp'.*as jax\.make_jaxpr\(fn\)"),
+        (
+            {"softmax": "compute"},
+            r"'softmax'\. 'softmax' of torch is 'exp' and 'reduce_sum' and 'div' here",
+        ),
         ({"scn": "opaque"}, r"op_rules: JAX has no operation 'scn'\..*'scan'"),
     ],
 )
@@ -210,6 +215,10 @@ def test_op_rules_for_an_operation_that_does_not_exist_are_refused(rules: dict[s
     for use in (lambda: wrong.autocast(head)(X, W, jnp.zeros(3)), lambda: polyamp.explain(head, wrong, X, W, X)):
         with pytest.raises(PolicyError, match=message):
             use()
+
+
+def test_names_of_other_frameworks_are_translated_to_primitives() -> None:
+    assert {word for row in OPERATION_NAMES for word in row.jax.split()} <= set(op_list.RULES)
 
 
 def test_op_rules_with_a_rule_that_does_not_fit_are_refused() -> None:

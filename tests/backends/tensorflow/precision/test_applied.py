@@ -208,13 +208,6 @@ def test_a_model_that_is_not_built_is_refused() -> None:
         apply_policy(lambda x: x, FLOAT32)
 
 
-def test_op_rules_are_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"cannot change the rule of one operation.*op_rules=\{'Exp': 'compute'\}"
-    ):
-        apply_policy(model(), BFLOAT16.replace(op_rules={"Exp": "compute"}))
-
-
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, in export()
 def test_a_model_exported_under_a_policy_runs_as_it_did(tmp_path: Path) -> None:
     class Residual(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
