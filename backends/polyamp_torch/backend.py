@@ -200,6 +200,11 @@ class TorchBackend:
 
         return explain(target, policy, *inputs, strict=strict)
 
+    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        from polyamp_torch.observe.torch_only.casting_reports import explain
+
+        return explain(target, policy, *inputs, strict=strict, compiled=True)
+
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)
 

@@ -123,6 +123,6 @@ def test_op_rules_are_refused() -> None:
 
 
 def test_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", GUIDE, re.DOTALL)
+    code, printed, *_ = re.findall(r"```(?:python|text)\n(.*?)```", GUIDE, re.DOTALL)
     exec(compile(code, "docs/guides/explain.md", "exec"), {})
     assert capsys.readouterr().out == printed
