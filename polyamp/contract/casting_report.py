@@ -24,8 +24,8 @@ class OperationCount(NamedTuple):
             brackets names a special case: "compute (uncast)" and "float32 (uncast)" ran in another dtype than their
             list says (in torch: autocast was off around them, or torch's own code cast before them).
         count: number of operations; the body of a loop counts once.
-        direction: "forward"; in torch also "backward", and "recompute" for the forward operations that a backward pass
-            runs again (activation checkpointing).
+        direction: "forward"; of a loss also "backward", and "recompute" for the forward operations that a backward
+            pass runs again (activation checkpointing).
     """
 
     module: str

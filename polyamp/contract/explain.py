@@ -23,8 +23,8 @@ def explain(
     """Report the dtype of each operation of `target(*inputs)` under a policy, and the rule that decided it.
 
     Args:
-        target: a function or a model, as for `policy.autocast`; in torch also `loss_fn`, with `model, batch` as inputs,
-            whose backward pass is listed too. torch runs it once, on copies of models and tensors; JAX traces it.
+        target: a function or a model, as for `policy.autocast`; or `loss_fn`, with `model, batch` as inputs, whose
+            backward pass is listed too. torch and Keras run it once, on copies of models; JAX traces it.
         policy: the policy, or its spelling.
         *inputs: the arguments; arrays of the framework, or its descriptions of array shapes.
         strict: raise for an operation that no op list names.
