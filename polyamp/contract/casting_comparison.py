@@ -17,7 +17,7 @@ from polyamp.rules.operation_families import (
 )
 
 OTHER_MODULES = "(other modules)"
-"""The modules that one report alone has, which are compared as one."""
+"""Operations without a counterpart in their module, which are compared as those of one module."""
 
 
 class FamilyDifference(NamedTuple):
@@ -85,6 +85,7 @@ def _module_kind(report: CastingReport, path: str) -> str:
 _PRODUCTS = (CONVOLUTIONS, RECURRENT, ATTENTION, MATRIX_PRODUCTS)
 _Place = tuple[str, str]
 _Families = dict[str, list[OperationCount]]
+_Places = dict[_Place, _Families]
 
 
 def compare_families(
@@ -93,7 +94,8 @@ def compare_families(
     """Compare the dtypes of two reports by module, family and direction.
 
     A family of whole functions, such as a softmax, is compared with the operations that the other report has instead:
-    exponentials, logarithms and sums (`COMPOSITE_FAMILIES`). Counts are not compared.
+    exponentials, logarithms and sums (`COMPOSITE_FAMILIES`). What has no counterpart in its module is compared with
+    what is left of the other report in other modules, elementwise operations apart. Counts are not compared.
 
     Args:
         first: a report.
@@ -113,27 +115,37 @@ def compare_families(
     paths = align_modules(first, second) | dict(modules or {})
     renamed = first.renamed(paths)
     labels = {second_path: f"{path} = {second_path}" for path, second_path in paths.items()}
-    common = {row.module for row in renamed.operations} & {row.module for row in second.operations}
-    sides = [_by_place(report, common) for report in (renamed, second)]
+    sides = (_by_place(renamed), _by_place(second))
+    by_module, rest = _compare_places(*sides, labels)
+    pooled, alone = _compare_places(_pooled(rest[0]), _pooled(rest[1]), labels)
+    found = [each for each in by_module + pooled if each.first != each.second]
+    texts = [_texts(one, two) for one, two in zip(alone, rest, strict=True)]
+    return FamilyComparison(found, len(by_module) + len(pooled), *texts)
+
+
+def _compare_places(
+    first: _Places, second: _Places, labels: Mapping[str, str]
+) -> tuple[list[FamilyDifference], tuple[_Places, _Places]]:
+    """Return what was compared, equal dtypes included, and what one side alone has."""
     found: list[FamilyDifference] = []
-    compared = 0
-    matched: tuple[set[tuple[_Place, str]], set[tuple[_Place, str]]] = (set(), set())
-    for place in dict.fromkeys([*sides[0], *sides[1]]):
-        one, two = (side.get(place, {}) for side in sides)
+    rest: tuple[_Places, _Places] = ({}, {})
+    for place in dict.fromkeys([*first, *second]):
+        one, two = first.get(place, {}), second.get(place, {})
+        matched: tuple[set[str], set[str]] = (set(), set())
         for family in dict.fromkeys([*one, *two]):
             parts = [_parts(own, other, family) for own, other in ((one, two), (two, one))]
-            if not all(parts):
-                continue
-            compared += 1
-            for known, own_parts in zip(matched, parts, strict=True):
-                known.update((place, part) for part in own_parts)
-            rows = [[row for part in each for row in own[part]] for each, own in zip(parts, (one, two), strict=True)]
-            dtypes = [_joined(each for row in own for each in row.dtype.split(", ")) for own in rows]
-            if dtypes[0] != dtypes[1]:
+            if all(parts):
+                rows = [
+                    [row for part in each for row in own[part]] for each, own in zip(parts, (one, two), strict=True)
+                ]
+                dtypes = [_joined(each for row in own for each in row.dtype.split(", ")) for own in rows]
                 names = [_joined(row.name for row in own) for own in rows]
-                module = labels.get(place[0], place[0])
-                found.append(FamilyDifference(module, family, place[1], *dtypes, *names))
-    return FamilyComparison(found, compared, *(_rest(*each) for each in zip(sides, matched, strict=True)))
+                found.append(FamilyDifference(labels.get(place[0], place[0]), family, place[1], *dtypes, *names))
+                for known, each in zip(matched, parts, strict=True):
+                    known.update(each)
+        for left, own, known in zip(rest, (one, two), matched, strict=True):
+            left[place] = {family: rows for family, rows in own.items() if family not in known}
+    return found, rest
 
 
 def _parts(own: _Families, other: _Families, family: str) -> list[str]:
@@ -143,23 +155,29 @@ def _parts(own: _Families, other: _Families, family: str) -> list[str]:
     return [part for part in COMPOSITE_FAMILIES.get(family, ()) if part in own and part not in other]
 
 
-def _by_place(report: CastingReport, common: set[str]) -> dict[_Place, _Families]:
-    found: dict[_Place, _Families] = {}
+def _by_place(report: CastingReport) -> _Places:
+    found: _Places = {}
     for row in report.operations:
-        place = (row.module if row.module in common else OTHER_MODULES, row.direction)
-        found.setdefault(place, {}).setdefault(report.families.get(row.name, ELEMENTWISE), []).append(row)
+        families = found.setdefault((row.module, row.direction), {})
+        families.setdefault(report.families.get(row.name, ELEMENTWISE), []).append(row)
     return found
 
 
-def _rest(side: dict[_Place, _Families], matched: set[tuple[_Place, str]]) -> list[str]:
-    """Return the operations of a side that were compared with nothing."""
-    rows = [
-        row
-        for place, families in side.items()
-        for family, rows in families.items()
-        if (place, family) not in matched
-        for row in rows
-    ]
+def _pooled(places: _Places) -> _Places:
+    """Return operations of all modules as those of one. Elementwise operations are left out: a norm or a softmax is one
+    operation here and a program with many of them there."""
+    found: _Places = {}
+    for (_, direction), families in places.items():
+        for family, rows in families.items():
+            if family != ELEMENTWISE:
+                found.setdefault((OTHER_MODULES, direction), {}).setdefault(family, []).extend(rows)
+    return found
+
+
+def _texts(pooled: _Places, places: _Places) -> list[str]:
+    """Return the operations without a counterpart, those that are not elementwise first."""
+    rows = [row for families in pooled.values() for own in families.values() for row in own]
+    rows += [row for families in places.values() for row in families.get(ELEMENTWISE, [])]
     return list(dict.fromkeys(f"{row.name} ({row.module or '.'}, {row.direction})" for row in rows))
 
 

@@ -19,7 +19,7 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp_tensorflow.models.layers import is_layer
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
-from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
+from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
 
 
 def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
@@ -46,7 +46,7 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
         capture.capture_pass(backend.init(twin, recipe), loss_fn, batch, _ignore, recorder)
     rows = [row._replace(rule=_rule(row, policy)) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
-    return CastingReport(policy, rows, casts)
+    return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows})
 
 
 def _rule(row: OperationCount, policy: Policy) -> str:

@@ -18,6 +18,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules import step_checks
 from polyamp.trees import map_tree
+from polyamp_torch.arrays import to_device
 from polyamp_torch.compat import DispatchMode, is_in_backward, tree_leaves
 from polyamp_torch.distributed.compat import make_module_tracker
 from polyamp_torch.observe.model_copy import copy_model
@@ -62,7 +63,8 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, com
         plan, device = resolve_policy(model, policy), module_device(model)
         bound, path = PolicyModule(model, plan, device), path_function(model)
         paths = {part: path(name) for name, part in model.named_modules()}
-        arguments = _copied([bound if each is given[0] else each for each in inputs])
+        batches = iter(to_device(_copied([each for each in inputs if each is not given[0]]), device, plan.param))
+        arguments = [bound if each is given[0] else next(batches) for each in inputs]
 
         def bound_call(*args: Any) -> Any:
             if target is given[0]:
@@ -145,7 +147,7 @@ def _copied(inputs: Any) -> Any:
     def copied(leaf: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-    return [each if isinstance(each, PolicyModule) else map_tree(copied, each) for each in inputs]
+    return [map_tree(copied, each) for each in inputs]
 
 
 def _unchanged_generators() -> contextlib.AbstractContextManager[None]:
