@@ -62,6 +62,8 @@ _DATA_MOVEMENT: Final = split_names(
     "InvertPermutation Assert"
 )
 """Operations that only move, create or compare data."""
+_DATA_MOVEMENT_PREFIXES: Final = ("Placeholder", "TensorList", "StridedSliceGrad")
+"""Beginnings of the names of such operations in graphs."""
 
 
 def operation_family(name: str) -> str:
@@ -87,7 +89,7 @@ class OpDtypeRecorder:
     def __init__(self, *, enabled: bool) -> None:
         self.casts: Counter[tuple[str, str]] = Counter()
         self._enabled = enabled
-        self._counts: Counter[tuple[str, str, str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, str, str, str]] = Counter()
         self._layers: list[tuple[str, str]] = []
 
     def wrap_call(self, layer: Any, path: str) -> Callable[..., Any]:
@@ -117,7 +119,13 @@ class OpDtypeRecorder:
 
     def rows(self) -> list[OperationCount]:
         """Return the recorded operations, in the order in which each first ran."""
-        return [OperationCount(*key, count) for key, count in self._counts.items()]
+        return [OperationCount(*key[:4], count, key[4]) for key, count in self._counts.items()]
+
+    def add_backward(self, layer: str, name: str, inputs: Any, outputs: Any) -> None:
+        """Record an operation of a backward pass."""
+        dtypes = _floating_dtypes(inputs) or _floating_dtypes(outputs)
+        if dtypes and name not in _DATA_MOVEMENT and not name.startswith(_DATA_MOVEMENT_PREFIXES):
+            self._counts[layer, name, ", ".join(dtypes), "follow", "backward"] += 1
 
     def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:
         name = name.decode() if isinstance(name, bytes) else name
@@ -131,7 +139,8 @@ class OpDtypeRecorder:
         if dtypes:
             layer, family = self._layers[-1] if self._layers else ("", "")
             rule = _RULES.get(name, "follow")
-            self._counts[layer, name, ", ".join(dtypes), rule if rule in ("compute", "follow") else family or rule] += 1
+            found = rule if rule in ("compute", "follow") else family or rule
+            self._counts[layer, name, ", ".join(dtypes), found, "forward"] += 1
 
 
 def _family(layer: Any) -> str:

@@ -1,12 +1,14 @@
-"""`explain`: the dtype of each operation of one forward pass of a Keras model, by layer, with the rule behind it.
+"""`explain`: the dtype of each operation of one pass of a Keras model, by layer, with the rule behind it.
 
-TensorFlow reports its operations as they run: after all casts, and inside Keras's own functions. A Keras policy acts on
+TensorFlow reports the operations of the forward pass as they run: after all casts, and inside Keras's own functions.
+Those of the backward pass are read from a graph. A Keras policy acts on
 layers: a layer that is sensitive as a whole computes in float32 (S4), any other in the compute dtype.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.errors import UnsupportedError, describe_value
@@ -20,6 +22,11 @@ from polyamp_tensorflow.models.layers import is_layer
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
+from polyamp_tensorflow.observe.tensorflow_only.backward_graph import record_backward
+
+_STYLE: Final = re.compile(r"\x1b\[\d*m")
+"""Escape sequences with which Keras prints errors in bold."""
+_REASON_LENGTH: Final = 240
 
 
 def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
@@ -43,10 +50,22 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
     recorder = OpDtypeRecorder(enabled=True)
     with model_copy(model, wide=False, inference=False) as twin:
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
-        capture.capture_pass(backend.init(twin, recipe), loss_fn, batch, _ignore, recorder)
+        state = backend.init(twin, recipe)
+        capture.capture_pass(state, loss_fn, batch, _ignore, recorder)
+        notes = _record_backward(state, loss_fn, batch, recorder)
     rows = [row._replace(rule=_rule(row, policy)) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
-    return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows})
+    return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows}, notes)
+
+
+def _record_backward(state: Any, loss_fn: Any, batch: Any, recorder: OpDtypeRecorder) -> list[str]:
+    """Record the backward pass; return a note if it cannot be traced, as with a loss that reads values."""
+    try:
+        record_backward(state, loss_fn, batch, recorder)
+    except Exception as error:  # noqa: BLE001  # whatever the user's code raises in a graph
+        reason = " ".join(_STYLE.sub("", str(error)).split())[:_REASON_LENGTH]
+        return [f"The backward pass is not listed: the step has no graph ({type(error).__name__}: {reason})."]
+    return []
 
 
 def _rule(row: OperationCount, policy: Policy) -> str:
@@ -55,6 +74,8 @@ def _rule(row: OperationCount, policy: Policy) -> str:
         return "override"
     if policy.compute not in HALF_DTYPES:
         return "off"
+    if row.direction == "backward":
+        return "follow"
     if row.rule == "compute":
         return "compute" if row.dtype == policy.compute else "compute (uncast)"
     if row.rule == "follow":
