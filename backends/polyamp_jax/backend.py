@@ -123,6 +123,11 @@ class JaxBackend:
 
         return explain(self, target, policy, *inputs, strict=strict)
 
+    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        from polyamp_jax.observe.jax_only.casting_reports import explain_compiled
+
+        return explain_compiled(self, target, policy, *inputs, strict=strict)
+
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         return scale_loss_value(loss, scale, what="scale()")[0]
 

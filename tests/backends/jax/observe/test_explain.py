@@ -13,7 +13,9 @@ import pytest
 from flax import nnx
 
 import polyamp
+from polyamp.contract.casting_comparison import compare_families
 from polyamp.errors import UnsupportedError
+from polyamp_jax.observe.jax_only.optimized_program import optimized_operations
 
 POLICY: Final = polyamp.Policy("mixed_bfloat16")
 BATCH: Final = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, np.int64)}
@@ -92,3 +94,35 @@ def test_what_is_no_scalar_has_no_backward_pass_and_the_model_stays() -> None:
 def test_a_policy_without_autocast_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="this policy does not use it"):
         polyamp.explain(loss_fn, "float32", Net(), BATCH)
+
+
+def test_the_program_that_xla_optimized_by_module_and_direction() -> None:
+    policy = POLICY.replace(overrides={"head": "float32"})
+    both = [polyamp.explain(loss_fn, policy, Net(), BATCH, compiled=compiled) for compiled in (False, True)]
+    forward, backward = (rows(both[1], each) for each in ("forward", "backward"))
+    assert forward["head", "dot_general"] == ("float32", "override", 1)
+    dtype, rule, count = forward["body", "dot_general"]
+    assert (rule, count) == ("compute", 1)
+    assert dtype in ("bfloat16", "float32"), "as the device has kernels"
+    assert backward["head", "dot_general"][:2] == ("float32", "override")
+    assert both[1].notes[0].startswith("Read from the program that XLA optimized for cpu. ")
+    found = compare_families(both[0], both[1])
+    assert found.compared >= 12
+    assert all(row.module != "head" for row in found.differences)
+    with pytest.raises(UnsupportedError, match="takes a loss function and its model"):
+        polyamp.explain(lambda x: x, POLICY, jnp.ones(2), compiled=True)
+
+
+def test_instructions_of_reducers_and_moves_are_left_out() -> None:
+    text = """
+      %add.1 = f32[] add(%x, %y), metadata={op_name="jit(f)/jvp(head)/reduce_sum" stack_frame_id=3}
+      ROOT %r = bf16[4]{0} reduce(%a, %b), to_apply=%add, metadata={op_name="jit(f)/jvp(head)/reduce_sum"}
+      %c = bf16[4]{0} convert(%r), metadata={op_name="jit(f)/jvp(head)/convert_element_type"}
+      %g = (bf16[5,8]{1,0}, s8[64]{0}) custom-call(%a, %b), metadata={op_name="jit(f)/head/jit(inner)/dot_general"}
+      %p = pred[4]{0} compare(%a, %b), metadata={op_name="jit(f)/gt"}
+      %m = f32[4]{0} multiply(%a, %b)
+    """
+    assert [tuple(each) for each in optimized_operations(text)] == [
+        (("head",), "reduce_sum", "bfloat16", False),
+        (("head",), "dot_general", "bfloat16", False),
+    ]
