@@ -22,7 +22,9 @@ COMPOSITE_FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "softmax": _EXPONENTIAL_PARTS,
     "losses": (*_EXPONENTIAL_PARTS, "softmax", "powers"),
     "normalisation": ("sums", "powers"),
-    ATTENTION: (MATRIX_PRODUCTS, "softmax", *_EXPONENTIAL_PARTS),
-    RECURRENT: (MATRIX_PRODUCTS, SATURATING),
+    ATTENTION: (MATRIX_PRODUCTS,),
+    RECURRENT: (MATRIX_PRODUCTS,),
 }
-"""Family of whole functions -> families of the operations that they are programs of elsewhere."""
+"""Family of whole functions -> families of the operations that they are programs of elsewhere, and whose dtypes are
+those of the function's operands. A fused attention takes 16-bit arrays and has a float32 softmax inside, so that its
+dtype is that of its products."""

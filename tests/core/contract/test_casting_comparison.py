@@ -14,6 +14,7 @@ FAMILIES = {
     "dot_general": "matrix products",
     "conv": "convolutions",
     "layer_norm": "normalisation",
+    "sdpa": "attention",
     "softmax": "softmax",
     "rsqrt": "powers",
     "reduce_sum": "sums",
@@ -50,6 +51,14 @@ def test_a_whole_function_is_compared_with_its_parts() -> None:
     (row,) = compare_families(one, report(*parts, ("n", "rsqrt", "float16"))).differences
     assert row[:5] == ("n", "normalisation", "forward", "float32", "float16, float32")
     assert (row.first_operations, row.second_operations) == ("layer_norm", "reduce_sum, rsqrt")
+
+
+def test_a_fused_attention_is_compared_by_its_products() -> None:
+    one = report(("", "sdpa", "float16"))
+    two = report(("", "dot_general", "float16"), ("", "exp", "float32"))
+    found = compare_families(one, two)
+    assert (found.differences, found.compared, found.only_second) == ([], 1, ["exp (., forward)"])
+    assert len(compare_families(one, report(("", "dot_general", "float32"))).differences) == 1
 
 
 def test_parts_that_both_sides_have_are_compared_with_each_other() -> None:

@@ -54,7 +54,7 @@ split_with_sizes unbind detach alias clone copy contiguous cat stack empty empty
 new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full fill zero arange
 lift_fresh lift_fresh_copy as_strided diagonal constant_pad_nd repeat roll flip tril triu scalar_tensor
 local_scalar_dense uniform normal rand randn rand_like randn_like view_as_real view_as_complex resize set resolve_conj
-item unfold
+item unfold select_backward slice_backward unfold_backward diagonal_backward
 """
 DATA_MOVEMENT: Final = frozenset(_DATA_MOVEMENT.split())
 """Kernels that only move or create data; casting reports have no rows for them."""
