@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
+from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, PolyampError
@@ -30,7 +31,6 @@ from polyamp_jax.models.adapter import random_keys
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.own_loop.native_scaler import native_scaler
 from polyamp_jax.precision.autocast import autocast
-from polyamp_jax.precision.autocast import explain as explain_casts
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.policy_module import is_policy_module, master_weights
 from polyamp_jax.step import averages, error_hints, optimizer_metadata
@@ -63,7 +63,6 @@ class JaxBackend:
     losses = JaxLosses()
     to_numpy = staticmethod(arrays.to_numpy)
     cast = staticmethod(arrays.cast)
-    explain = staticmethod(explain_casts)
     changes_op_rules = True
     apply_gradients = staticmethod(steps.apply_gradients)
     export_state = staticmethod(states_.export_arrays)
@@ -119,6 +118,16 @@ class JaxBackend:
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return autocast(target, policy)
+
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        from polyamp_jax.observe.jax_only.casting_reports import explain
+
+        return explain(self, target, policy, *inputs, strict=strict)
+
+    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        from polyamp_jax.observe.jax_only.casting_reports import explain_compiled
+
+        return explain_compiled(self, target, policy, *inputs, strict=strict)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         return scale_loss_value(loss, scale, what="scale()")[0]

@@ -121,6 +121,11 @@ def named_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(entry.name for entry in eqn.source_info.name_stack.stack if type(entry).__name__ == "Scope")
 
 
+def transforms(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Return the names of the transformations that made the equation, such as "transpose" of a backward pass."""
+    return tuple(entry.name for entry in eqn.source_info.name_stack.stack if type(entry).__name__ == "Transform")
+
+
 def equation_frames(eqn: JaxprEqn) -> list[tuple[str, int]]:
     """Return file and line of the Python stack in which the equation was traced, innermost first."""
     return [(frame.file_name, frame.line_num) for frame in getattr(eqn.source_info.traceback, "frames", ())]

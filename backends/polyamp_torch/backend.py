@@ -207,6 +207,11 @@ class TorchBackend:
 
         return inspect_setup(setup)
 
+    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        from polyamp_torch.observe.torch_only.casting_reports import explain
+
+        return explain(target, policy, *inputs, strict=strict, compiled=True)
+
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,15 @@ def run_file(file: Path, names: Sequence[str], command: str) -> dict[str, Any]:
     """
     if not file.is_file():
         exit_with_error(f"FILE must be a Python file. Received: {file}, which does not exist.")
+    module = types.ModuleType(f"__polyamp_{command}__")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # torch.compile imports the module of a function that it traces
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        found = runpy.run_path(str(file), run_name=f"__polyamp_{command}__")
+        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))  # noqa: S102  # the user's own file
     finally:
         sys.path.pop(0)
+    found = vars(module)
     absent = [name for name in names if name not in found]
     if absent:
         exit_with_error(f"FILE must define {', '.join(names)}. Received: {file}, without {', '.join(absent)}.")

@@ -203,6 +203,14 @@ class HasCastingReports(Protocol):
 
 
 @runtime_checkable
+class HasCompiledCastingReports(Protocol):
+    """Optional protocol: a backend that says the same of compiled code (`polyamp.explain(compiled=True)`)."""
+
+    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        """Return the casting report of `target(*inputs)` once compiled."""
+
+
+@runtime_checkable
 class HasOperationRules(Protocol):
     """Optional protocol: a backend whose autocast has per-operation rules that `Policy.op_rules` can change."""
 

@@ -24,8 +24,8 @@ class OperationCount(NamedTuple):
             brackets names a special case: "compute (uncast)" and "float32 (uncast)" ran in another dtype than their
             list says (in torch: autocast was off around them, or torch's own code cast before them).
         count: number of operations; the body of a loop counts once.
-        direction: "forward"; in torch also "backward", and "recompute" for the forward operations that a backward pass
-            runs again (activation checkpointing).
+        direction: "forward"; of a loss also "backward", and "recompute" for the forward operations that a backward
+            pass runs again (activation checkpointing).
     """
 
     module: str
@@ -65,12 +65,24 @@ class CastingReport:
         operations: rows in order of first appearance. Operations that only move data (reshape, transpose, slice, ...)
             have none.
         casts: casts that autocast inserted, by source and target.
+        families: operation -> its family (`polyamp.rules.operation_families`), by which reports are compared that name
+            operations differently: of two frameworks, or of eager and compiled code.
+        notes: what the report does not cover, a sentence each.
     """
 
-    def __init__(self, policy: Policy, operations: Sequence[OperationCount], casts: Sequence[CastCount]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        operations: Sequence[OperationCount],
+        casts: Sequence[CastCount],
+        families: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
         self.policy = policy
         self.operations = tuple(operations)
         self.casts = tuple(casts)
+        self.families = dict(families or {})
+        self.notes = tuple(notes)
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -93,13 +105,13 @@ class CastingReport:
     def renamed(self, modules: Mapping[str, str]) -> CastingReport:
         """Return the report with other module paths, to compare models of two libraries; other paths stay."""
         rows = [row._replace(module=modules.get(row.module, row.module)) for row in self.operations]
-        return CastingReport(self.policy, rows, self.casts)
+        return CastingReport(self.policy, rows, self.casts, self.families, self.notes)
 
     def diff(self, other: CastingReport) -> list[DtypeDifference]:
         """Return the operations that run in other dtypes in another report of the same program, in order.
 
-        Operations are compared by module, name and direction. Reports of two frameworks have other names; `renamed`
-        gives modules the other's paths.
+        Operations are compared by module, name and direction. Reports of two frameworks, and of eager and compiled
+        code, have other names: see `polyamp.contract.casting_comparison.compare_families`.
 
         Example:
             >>> import jax, jax.numpy as jnp, polyamp
@@ -133,7 +145,20 @@ class CastingReport:
             "casts": [cast._asdict() for cast in self.casts],
             "opaque": list(self.opaque),
             "unknown": list(self.unknown),
+            "families": dict(self.families),
+            "notes": list(self.notes),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CastingReport:
+        """Return the report of which `to_dict` is the plain data."""
+        return cls(
+            Policy(**data["policy"]),
+            [OperationCount(**row) for row in data["operations"]],
+            [CastCount(**cast) for cast in data["casts"]],
+            data["families"],
+            data["notes"],
+        )
 
     def _repr_html_(self) -> str:
         return html_table(f"casts under {self.policy}", OperationCount._fields, self.operations)
@@ -158,6 +183,7 @@ class CastingReport:
         lines += ["", f"casts: {casts}", f"opaque: {', '.join(self.opaque) or 'none'}"]
         if self.unknown:
             lines.append(f"no op list names: {', '.join(self.unknown)}")
+        lines += self.notes
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -6,28 +6,35 @@ from typing import Any
 
 from polyamp import backend_lookup as lookup
 from polyamp.contract import registry
-from polyamp.contract.backend import HasCastingReports
+from polyamp.contract.backend import HasCastingReports, HasCompiledCastingReports
 from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 
 
 def explain(
-    target: Any, policy: Policy | str, *inputs: Any, strict: bool = False, backend: str | None = None
+    target: Any,
+    policy: Policy | str,
+    *inputs: Any,
+    strict: bool = False,
+    compiled: bool = False,
+    backend: str | None = None,
 ) -> CastingReport:
     """Report the dtype of each operation of `target(*inputs)` under a policy, and the rule that decided it.
 
     Args:
-        target: a function or a model, as for `policy.autocast`; in torch also `loss_fn`, with `model, batch` as inputs,
-            whose backward pass is listed too. torch runs it once, on copies of models and tensors; JAX traces it.
+        target: a function or a model, as for `policy.autocast`; or `loss_fn`, with `model, batch` as inputs, whose
+            backward pass is listed too. torch and Keras run it once, on copies of models; JAX traces it.
         policy: the policy, or its spelling.
         *inputs: the arguments; arrays of the framework, or its descriptions of array shapes.
         strict: raise for an operation that no op list names.
+        compiled: report what compiled code runs instead of eager code. `report.notes` says what cannot be seen there.
         backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
             does not decide), or of the framework that the function names.
 
     Raises:
-        UnsupportedError: the backend has no casting reports; or with `strict`, an operation has no rule.
+        UnsupportedError: the backend has no casting reports, or none of compiled code, or the function cannot be
+            compiled; or with `strict`, an operation has no rule.
         TraceError: the target cannot be traced.
 
     Example:
@@ -45,8 +52,15 @@ def explain(
         opaque: none
     """
     chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
+    name = chosen.name
     if not isinstance(chosen, HasCastingReports):
         raise UnsupportedError(
-            f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
+            f"explain: the {name} backend of this version cannot say which dtype each operation runs in."
         )
+    if compiled:
+        if not isinstance(chosen, HasCompiledCastingReports):
+            raise UnsupportedError(
+                f"explain(compiled=True): the {name} backend of this version reports eager code only."
+            )
+        return chosen.explain_compiled(target, Policy.of(policy), *inputs, strict=strict)
     return chosen.explain(target, Policy.of(policy), *inputs, strict=strict)

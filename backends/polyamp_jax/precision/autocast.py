@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -20,6 +20,11 @@ from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, innermost_poli
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.policy_module import PolicyModule, autocast_model, engine_and_path, is_policy_module
+
+NO_AUTOCAST_MESSAGE: Final = (
+    "explain reports what autocast does, and this policy does not use it: it has mode='cast', or computes in the dtype "
+    "that parameters have. Received: {policy}."
+)
 
 
 def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,10 +88,7 @@ def explain(target: Any, policy: Policy | str, *inputs: Any, strict: bool = Fals
     recorder = Recorder()
     policy = Policy.of(policy)
     if not _needs_interpreter(policy):
-        raise UnsupportedError(
-            "explain reports what autocast does, and this policy does not use it: it has mode='cast', or computes in "
-            f"the dtype that parameters have. Received: {policy}."
-        )
+        raise UnsupportedError(NO_AUTOCAST_MESSAGE.format(policy=policy))
     # abstract evaluation: shapes only, nothing is computed
     jax.eval_shape(_wrap_target(target, policy, strict=strict, recorder=recorder), *inputs)
     return recorder.report(policy)

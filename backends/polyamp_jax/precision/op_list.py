@@ -14,6 +14,7 @@ import jax
 
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.recipe.policy import Policy
+from polyamp.rules import operation_families as families
 from polyamp.rules.operation_names import translate_name
 from polyamp_jax import compat
 
@@ -125,6 +126,16 @@ SHAPE_CHANGES: Final = frozenset({"broadcast_in_dim", "reshape", "squeeze", "tra
 PRODUCTS: Final = frozenset(COMPUTE.split())
 STRUCTURES: Final = frozenset(STRUCTURE.split())
 
+LINEAR_ALGEBRA_RULE: Final = "float32 (linear algebra)"
+"""Rule, in a casting report, of a function of `jnp.linalg` that runs in float32 as a whole."""
+_FAMILIES: Final[Mapping[str, str]] = {
+    families.MATRIX_PRODUCTS: "dot_general ragged_dot_general",
+    families.CONVOLUTIONS: "conv_general_dilated",
+    families.SATURATING: "logistic erf erfc",
+    **SENSITIVE,
+}
+_FAMILY_BY_NAME: Final = {name: family for family, names in _FAMILIES.items() for name in names.split()}
+
 SHIFTS: Final = frozenset({"exp", "exp2", "expm1"})
 """A subtraction whose result reaches one of these (through `SHIFT_INPUTS`) runs in float32. It is the shift by the
 maximum in a hand-written softmax or logsumexp. Rounding it to 16 bits is not equivalent to casting the input."""
@@ -167,6 +178,15 @@ SCATTERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 INDEXED_READS: Final = frozenset({"dynamic_slice", "gather"})
 """Moves that read at computed indices, which may repeat. Their gradient is a sum over the reads."""
+
+
+def operation_family(name: str, rule: str) -> str:
+    """Return the family of an operation in a casting report (`polyamp.rules.operation_families`).
+
+    >>> operation_family("exp", "float32"), operation_family("inv", LINEAR_ALGEBRA_RULE)
+    ('exponentials', 'linear algebra')
+    """
+    return "linear algebra" if rule == LINEAR_ALGEBRA_RULE else _FAMILY_BY_NAME.get(name, families.ELEMENTWISE)
 
 
 _registered_names: list[str] = []

@@ -159,10 +159,10 @@ class OutputProbes:
     def install(self, model: Any, paths: Mapping[int, str]) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that adds a probe to the `call` of every layer of a model. `paths` are by layer id.
 
-        Cells of a recurrent layer get no probe, since Keras calls them an unspecified number of times.
+        Cells of a recurrent layer get no probe (`recurrent_cells`).
         """
         found = list_layers(model)
-        cells = {id(part.layer) for each in found for part in _cells(each.layer)}
+        cells = {id(part.layer) for each in found for part in recurrent_cells(each.layer)}
         shown = [each for each in found if id(each.layer) not in cells]
         holders = {id(each.parent) for each in shown}
 
@@ -252,7 +252,9 @@ def _first_floating(leaves: list[Any]) -> int | None:
     return next((place for place in found if leaves[place].shape.rank), found[0] if found else None)
 
 
-def _cells(layer: Any) -> list[Any]:
+def recurrent_cells(layer: Any) -> list[LayerEntry]:
+    """Return the cell of a recurrent layer and the layers in it; empty for another layer. Keras calls them an
+    unspecified number of times, so that what they run belongs to the recurrent layer."""
     return list_layers(layer.cell) if isinstance(layer, keras.layers.RNN) else []
 
 

@@ -6,6 +6,7 @@ TensorFlow reports each operation as it runs: after all casts, and inside Keras'
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -14,14 +15,18 @@ import tensorflow as tf
 
 from polyamp.contract.casting_report import OperationCount
 from polyamp.float_formats import FLOAT_DTYPES
+from polyamp.rules import operation_families as families
 from polyamp_tensorflow.compat import layer_classes, report_operations
 from polyamp_tensorflow.precision.op_list import SENSITIVE, split_names
 from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import copy_signature
 
-_COMPUTE: Final = split_names(
-    "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum SparseMatMul Conv Conv2D Conv3D DepthwiseConv2dNative "
-    "Conv2DBackpropInput Conv3DBackpropInputV2 CudnnRNN CudnnRNNV2 CudnnRNNV3"
-)
+_PRODUCTS: Final[Mapping[str, str]] = {
+    families.MATRIX_PRODUCTS: "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum SparseMatMul",
+    families.CONVOLUTIONS: "Conv Conv2D Conv3D DepthwiseConv2dNative Conv2DBackpropInput Conv3DBackpropInputV2",
+    families.RECURRENT: "CudnnRNN CudnnRNNV2 CudnnRNNV3",
+}
+_GRADIENT: Final = re.compile(r"(Backprop\w*|Grad(V\d)?)$")
+"""Ending of the name of an operation's gradient, such as ReluGrad or Conv2DBackpropFilter."""
 _FAMILIES: Final[Mapping[str, str]] = {
     "exponentials": "Exp Expm1 Sinh Cosh Softplus",
     "logarithms": "Log Log1p Erfinv Ndtri Xlogy Xlog1py",
@@ -37,8 +42,14 @@ _FAMILIES: Final[Mapping[str, str]] = {
 }
 """TensorFlow's operations by the families of S4; `op_list` has those of Keras."""
 _RULES: Final = {
-    **dict.fromkeys(_COMPUTE, "compute"),
+    **{name: "compute" for words in _PRODUCTS.values() for name in split_names(words)},
     **{name: family for family, words in _FAMILIES.items() for name in split_names(words)},
+}
+_FAMILY_BY_NAME: Final = {
+    name: family
+    for table in (_PRODUCTS, _FAMILIES, {families.SATURATING: "Sigmoid Erf Erfc Softsign"})
+    for family, words in table.items()
+    for name in split_names(words)
 }
 _DATA_MOVEMENT: Final = split_names(
     "Identity IdentityN Cast Reshape Transpose Shape ShapeN Size Rank Const Fill ZerosLike OnesLike Pack Unpack Concat "
@@ -51,6 +62,18 @@ _DATA_MOVEMENT: Final = split_names(
     "InvertPermutation Assert"
 )
 """Operations that only move, create or compare data."""
+_DATA_MOVEMENT_PREFIXES: Final = ("Placeholder", "TensorList", "StridedSliceGrad")
+"""Beginnings of the names of such operations in graphs."""
+
+
+def operation_family(name: str) -> str:
+    """Return the family of an operation, or of a gradient's, in a casting report (`polyamp.rules.operation_families`).
+
+    >>> operation_family("MatMul"), operation_family("SigmoidGrad"), operation_family("FusedBatchNormGradV3")
+    ('matrix products', 'saturating functions', 'normalisation')
+    """
+    plain = _GRADIENT.sub("", name)
+    return next((_FAMILY_BY_NAME[each] for each in (name, plain) if each in _FAMILY_BY_NAME), families.ELEMENTWISE)
 
 
 class OpDtypeRecorder:
@@ -66,7 +89,7 @@ class OpDtypeRecorder:
     def __init__(self, *, enabled: bool) -> None:
         self.casts: Counter[tuple[str, str]] = Counter()
         self._enabled = enabled
-        self._counts: Counter[tuple[str, str, str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, str, str, str]] = Counter()
         self._layers: list[tuple[str, str]] = []
 
     def wrap_call(self, layer: Any, path: str) -> Callable[..., Any]:
@@ -96,7 +119,13 @@ class OpDtypeRecorder:
 
     def rows(self) -> list[OperationCount]:
         """Return the recorded operations, in the order in which each first ran."""
-        return [OperationCount(*key, count) for key, count in self._counts.items()]
+        return [OperationCount(*key[:4], count, key[4]) for key, count in self._counts.items()]
+
+    def add_backward(self, layer: str, name: str, inputs: Any, outputs: Any) -> None:
+        """Record an operation of a backward pass."""
+        dtypes = _floating_dtypes(inputs) or _floating_dtypes(outputs)
+        if dtypes and name not in _DATA_MOVEMENT and not name.startswith(_DATA_MOVEMENT_PREFIXES):
+            self._counts[layer, name, ", ".join(dtypes), "follow", "backward"] += 1
 
     def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:
         name = name.decode() if isinstance(name, bytes) else name
@@ -110,7 +139,8 @@ class OpDtypeRecorder:
         if dtypes:
             layer, family = self._layers[-1] if self._layers else ("", "")
             rule = _RULES.get(name, "follow")
-            self._counts[layer, name, ", ".join(dtypes), rule if rule in ("compute", "follow") else family or rule] += 1
+            found = rule if rule in ("compute", "follow") else family or rule
+            self._counts[layer, name, ", ".join(dtypes), found, "forward"] += 1
 
 
 def _family(layer: Any) -> str:

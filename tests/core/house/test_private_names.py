@@ -22,6 +22,7 @@ DOOR = "compat.py"
 DOORS_OF_ROOMS = {
     ("polyamp_torch", "distributed", DOOR),
     ("precision", "torch_only", DOOR),
+    ("observe", "torch_only", DOOR),
     ("polyamp_jax", "models", "flax_compat.py"),
     ("polyamp_jax", "models", "library_compat.py"),
 }

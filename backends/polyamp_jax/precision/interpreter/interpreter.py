@@ -31,8 +31,9 @@ from polyamp_jax.precision.interpreter.program_value import (
     ValueTraits,
     literal_value,
 )
-from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, scope_path
 from polyamp_jax.precision.op_list import (
+    LINEAR_ALGEBRA_RULE,
     LOGARITHMS,
     MOVES,
     REDUCTIONS,
@@ -169,18 +170,8 @@ class Interpreter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def path(self, scopes: tuple[str, ...]) -> str:
-        """Return the module path of some scopes. A scope that begins with "/" is a path from the root."""
-        if self.modules is None:
-            return "/".join(scopes)
-        path = ""
-        for scope in scopes:
-            if scope.startswith("/"):
-                path = scope[1:]
-                continue
-            inner = f"{path}/{scope}" if path else scope
-            if inner in self.modules:
-                path = inner
-        return path
+        """Return the module path of some scopes."""
+        return scope_path(scopes, self.modules)
 
     def _equation(
         self,
@@ -197,7 +188,7 @@ class Interpreter:
         if name in STRUCTURES and rule is None:
             whole = compat.linear_algebra_name(eqn)
             if whole is not None:  # its products too: expm multiplies numbers outside float16's range
-                return self._operate(eqn, whole, operands, "opaque", "float32 (linear algebra)", scopes)
+                return self._operate(eqn, whole, operands, "opaque", LINEAR_ALGEBRA_RULE, scopes)
             if name == "convert_element_type":
                 return [self._convert(eqn, operands[0], is_single_use=is_single_use)]
             return self.settings.structures[name](self.inner_interpreter(eqn, needs), eqn, operands)

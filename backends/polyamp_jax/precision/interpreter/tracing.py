@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
@@ -141,3 +141,24 @@ _CONTROL_FLOW = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+def scope_path(scopes: Sequence[str], modules: Container[str] | None) -> str:
+    """Return the module path of some scopes. A scope that begins with "/" is a path from the root.
+
+    Args:
+        scopes: names of scopes, outermost first.
+        modules: paths of the model's modules; other scopes are left out. None for a plain function, whose every scope
+            is a path segment.
+    """
+    if modules is None:
+        return "/".join(scopes)
+    path = ""
+    for scope in scopes:
+        if scope.startswith("/"):
+            path = scope[1:]
+            continue
+        inner = f"{path}/{scope}" if path else scope
+        if inner in modules:
+            path = inner
+    return path

@@ -1,13 +1,15 @@
-"""`explain`: the dtype of each operation of one forward pass of a Keras model, by layer, with the rule behind it.
+"""`explain`: the dtype of each operation of one pass of a Keras model, by layer, with the rule behind it.
 
-TensorFlow reports its operations as they run: after all casts, and inside Keras's own functions. A Keras policy acts on
+TensorFlow reports the operations of the forward pass as they run: after all casts, and inside Keras's own functions.
+Those of the backward pass are read from a graph. A Keras policy acts on
 layers: a layer that is sensitive as a whole computes in float32 (S4), any other in the compute dtype.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.errors import UnsupportedError, describe_value
@@ -20,8 +22,13 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp_tensorflow.models.layers import is_layer
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
-from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
+from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
+from polyamp_tensorflow.observe.tensorflow_only.backward_graph import record_backward
 from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
+
+_STYLE: Final = re.compile(r"\x1b\[\d*m")
+"""Escape sequences with which Keras prints errors in bold."""
+_REASON_LENGTH: Final = 240
 
 
 def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
@@ -48,9 +55,20 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
         state = backend.init(twin, recipe)
         capture.capture_pass(state, loss_fn, batch, _ignore, recorder)
         ruled = {each.path: each.dtype for each in choose_layer_dtypes(twin, state.plan) if each.why == "op_rules"}
+        notes = _record_backward(state, loss_fn, batch, recorder)
     rows = [row._replace(rule=_rule(row, policy, ruled)) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
-    return CastingReport(policy, rows, casts)
+    return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows}, notes)
+
+
+def _record_backward(state: Any, loss_fn: Any, batch: Any, recorder: OpDtypeRecorder) -> list[str]:
+    """Record the backward pass; return a note if it cannot be traced, as with a loss that reads values."""
+    try:
+        record_backward(state, loss_fn, batch, recorder)
+    except Exception as error:  # noqa: BLE001  # whatever the user's code raises in a graph
+        reason = " ".join(_STYLE.sub("", str(error)).split())[:_REASON_LENGTH]
+        return [f"The backward pass is not listed: the step has no graph ({type(error).__name__}: {reason})."]
+    return []
 
 
 def _rule(row: OperationCount, policy: Policy, ruled: Mapping[str, str | None]) -> str:
@@ -59,6 +77,8 @@ def _rule(row: OperationCount, policy: Policy, ruled: Mapping[str, str | None]) 
         return "override"
     if policy.compute not in HALF_DTYPES:
         return "off"
+    if row.direction == "backward":
+        return "follow"
     if row.module in ruled:
         return f"{'float32' if ruled[row.module] == 'float32' else 'compute'} (op_rules)"
     if row.rule == "compute":

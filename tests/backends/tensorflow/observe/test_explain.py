@@ -45,7 +45,7 @@ def test_each_operation_has_its_layer_dtype_and_rule() -> None:
     before = [np.array(value) for value in made.get_weights()]
     policy = polyamp.Policy("mixed_bfloat16", overrides={"kept": "float32"})
     report = polyamp.explain(loss_fn, policy, made, BATCH)
-    rows = {(row.module, row.name): (row.dtype, row.rule) for row in report.operations}
+    rows = {(row.module, row.name): (row.dtype, row.rule) for row in report.operations if row.direction == "forward"}
     assert rows["first", "MatMul"] == ("bfloat16", "compute")
     assert rows["kept", "MatMul"] == ("float32", "override")
     assert rows["head", "MatMul"] == ("bfloat16", "compute")
@@ -64,6 +64,48 @@ def test_under_float32_nothing_is_cast_and_policies_are_compared() -> None:
     differs = {(row.module, row.name): (row.first, row.second) for row in one.diff(two)}
     assert differs["first", "MatMul"] == ("float32", "bfloat16")
     assert not any(module == "norm" for module, _ in differs)
+
+
+def test_the_backward_pass_by_layer() -> None:
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"kept": "float32"})
+    report = polyamp.explain(loss_fn, policy, model(), BATCH)
+    rows = {
+        (row.module, row.name): (row.dtype, row.rule, row.count)
+        for row in report.operations
+        if row.direction == "backward"
+    }
+    assert rows["head", "MatMul"] == ("bfloat16", "follow", 2)
+    assert rows["head", "BiasAddGrad"] == ("bfloat16", "follow", 1)
+    assert rows["kept", "MatMul"] == ("float32", "override", 2)
+    assert rows["first", "MatMul"] == ("bfloat16", "follow", 1), "of the weights alone: the data have no gradient"
+    assert rows["norm", "RsqrtGrad"] == ("float32", "follow", 1)
+    assert rows["hand", "Sum"][0] == "bfloat16"
+    assert rows["", "RealDiv"][:2] == ("float32", "follow")
+    assert not any(name.startswith(("Placeholder", "TensorList")) for _, name in rows)
+    families = {name: report.families[name] for _, name in rows}
+    assert (families["MatMul"], families["RsqrtGrad"]) == ("matrix products", "powers")
+    assert report.notes == ()
+
+
+def test_cells_of_a_recurrent_layer_belong_to_it_and_a_loops_body_counts_once() -> None:
+    layers = [keras.layers.LSTM(3, name="rnn"), keras.layers.Dense(3, name="head")]
+    recurrent = keras.Sequential([keras.Input((6, 4)), *layers])
+    batch = {"x": np.ones((5, 6, 4), np.float32), "y": BATCH["y"]}
+    report = polyamp.explain(loss_fn, "mixed_bfloat16", recurrent, batch)
+    backward = [row for row in report.operations if row.direction == "backward"]
+    assert {row.module for row in backward} == {"rnn", "head", ""}
+    assert [row.count for row in backward if (row.module, row.name) == ("rnn", "SigmoidGrad")] == [3]
+
+
+def test_a_loss_without_a_graph_has_a_note() -> None:
+    def reads(model: Any, batch: Any) -> Any:
+        loss = loss_fn(model, batch)
+        assert float(loss) > 0.0
+        return loss
+
+    report = polyamp.explain(reads, "mixed_bfloat16", model(), BATCH)
+    assert {row.direction for row in report.operations} == {"forward"}
+    assert report.notes[0].startswith("The backward pass is not listed: the step has no graph (TypeError: ")
 
 
 def test_a_model_alone_is_refused_by_name() -> None:

@@ -118,6 +118,6 @@ def test_strict_names_what_no_list_has_and_two_models_are_refused() -> None:
 
 
 def test_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", GUIDE, re.DOTALL)
+    code, printed, *_ = re.findall(r"```(?:python|text)\n(.*?)```", GUIDE, re.DOTALL)
     exec(compile(code, "docs/guides/explain.md", "exec"), {})
     assert capsys.readouterr().out == printed

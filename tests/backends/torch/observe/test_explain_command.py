@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Final
 
 from typer.testing import CliRunner
 
 from polyamp.cli import app as cli
 
+GUIDE: Final = (Path(__file__).parents[4] / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
 FILE = """
 import torch
 from torch import nn
@@ -43,6 +46,31 @@ def test_the_command(tmp_path: Path) -> None:
     assert not any("native_layer_norm" in line for line in lines)
     same = CliRunner().invoke(cli.app, ["explain", str(file), "--diff", "float32", "float32"])
     assert "every operation runs in the same dtype" in same.stdout
+
+
+def test_eager_and_compiled(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(re.findall(r"```python\n(# model\.py.*?)```", GUIDE, re.DOTALL)[0])
+    command = ["explain", str(file), "--policy", "mixed_bfloat16", "--diff", "eager", "compiled"]
+    shown = CliRunner().invoke(cli.app, command)
+    assert shown.exit_code == 0, shown.output
+    assert f"```text\n{shown.output}```" in GUIDE
+    data = json.loads(CliRunner().invoke(cli.app, [*command, "--json"]).stdout)
+    assert data["compared"] == 17
+    assert data["without_counterpart"] == {"eager": [], "compiled": []}
+    assert data["differences"][0] == {
+        "module": "body/1",
+        "family": "normalisation",
+        "direction": "forward",
+        "first": "float32",
+        "second": "bfloat16, float32",
+        "first_operations": "native_layer_norm",
+        "second_operations": "native_layer_norm",
+    }
+    for wrong in (["eager", "mixed_float16"], ["torch", "mixed_float16"]):
+        refused = CliRunner().invoke(cli.app, ["explain", str(file), "--diff", *wrong])
+        assert refused.exit_code == 2
+        assert f"Received: {' '.join(wrong)}." in refused.output
 
 
 def test_wrong_files(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""`record_backward`: the operations of a backward pass by layer, read from the graph of a pass.
+
+In a graph TensorFlow names an operation of the tape after the scope of the forward operation whose gradient it is. A
+scope per layer therefore says which layer it belongs to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import tensorflow as tf
+
+from polyamp.results import LossFunction
+from polyamp_tensorflow.arrays import to_tensors
+from polyamp_tensorflow.compat import callee_graph
+from polyamp_tensorflow.models.layers import LayerEntry, list_layers, replace_calls
+from polyamp_tensorflow.observe.capture import recurrent_cells
+from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
+from polyamp_tensorflow.porting.inventory import read_keras_model
+from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import copy_signature
+from polyamp_tensorflow.step.accumulation import accumulate_gradients
+
+_TAPE: Final = "gradient_tape/"
+_LAYER: Final = re.compile(r"polyamp\.layer(\d+)(?=/|_)")
+_OTHER_REPLICA: Final = re.compile(r"(^|/)replica_\d+/")
+
+
+def record_backward(state: Any, loss_fn: LossFunction, batch: Any, recorder: OpDtypeRecorder) -> None:
+    """Trace a pass, and record the operations of its backward pass, those of the first replica.
+
+    The body of a loop counts once. A sum of several gradients of one array has no layer, and is left out.
+
+    Args:
+        state: a state whose model is built.
+        loss_fn: the loss.
+        batch: the batch.
+        recorder: receives the operations.
+    """
+    paths: list[str] = []
+    named = read_keras_model(state.model).paths
+
+    def scoped(module: LayerEntry) -> tuple[Any, Callable[..., Any]]:
+        scope, call = f"polyamp.layer{len(paths)}/", module.layer.call
+        paths.append(named.get(id(module.layer), module.stable_path))
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with tf.name_scope(scope):
+                return call(*args, **kwargs)
+
+        return module.layer, copy_signature(call, called)
+
+    tensors = to_tensors(batch, state.recipe.policy.param)
+    layers = list_layers(state.model)
+    cells = {id(cell.layer) for each in layers for cell in recurrent_cells(each.layer)}
+    with replace_calls(scoped(each) for each in layers if id(each.layer) not in cells):
+        graph = tf.function(
+            lambda: [found.values for found in accumulate_gradients([state], loss_fn, tensors, 1)[2]], autograph=False
+        )
+        _record(graph.get_concrete_function().graph, paths, recorder, is_backward=False)
+
+
+def _record(graph: Any, paths: list[str], recorder: OpDtypeRecorder, *, is_backward: bool) -> None:
+    for operation in graph.get_operations():
+        name = operation.name
+        backward = is_backward or name.startswith(_TAPE) or f"/{_TAPE}" in name
+        called = [each.func.name for each in operation.node_def.attr.values() if each.HasField("func")]
+        graphs = [found for each in called if (found := callee_graph(operation, each)) is not None]
+        for inner in graphs:
+            _record(inner, paths, recorder, is_backward=backward)
+        if backward and not graphs and not _OTHER_REPLICA.search(name):
+            layers = _LAYER.findall(name)
+            path = paths[int(layers[-1])] if layers else ""
+            recorder.add_backward(path, operation.type, operation.inputs, operation.outputs)
