@@ -12,6 +12,7 @@ from polyamp.contract.casting_report import CastCount, CastingReport, OperationC
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.rules.operation_families import ATTENTION
 from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import tree_leaves
 from polyamp_torch.observe.torch_only.kernel_lists import DATA_MOVEMENT, kernel_family, kernel_rule
@@ -49,6 +50,8 @@ class OperationCounter:
         if name in DATA_MOVEMENT or not results or func.namespace == "prim":
             return
         dtypes = operands or results
+        if kernel_family(name) == ATTENTION:
+            dtypes = dtypes[:1]  # the query's, or its gradient's; the statistics of a fused softmax are float32
         in_place = spelled.endswith("_") and not spelled.endswith("__")
         rule = self._rule(module, "" if in_place else name, dtypes, direction)
         self._operations[module, name, ", ".join(sorted(dtypes)), rule, direction] += 1

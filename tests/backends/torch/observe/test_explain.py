@@ -93,6 +93,15 @@ def test_a_softmax_left_in_16_bits_by_hand_is_seen() -> None:
     assert rows(report)["", "softmax"] == ("bfloat16", "float32 (uncast)", 1)
 
 
+def test_a_fused_attention_has_the_dtype_of_its_queries() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+    report = polyamp.explain(attend, POLICY, torch.ones(1, 2, 4, 8, requires_grad=True))
+    found = [(row.direction, row.dtype) for row in report.operations if report.families[row.name] == "attention"]
+    assert found == [("forward", "bfloat16"), ("backward", "bfloat16")]
+
+
 def test_a_custom_autograd_function() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
