@@ -91,10 +91,13 @@ def build_divergence(
     labels, phase = known.labels, known.phase
     one, two = comparison.one, comparison.two
     cause = diagnose(comparison, known)
-    if observation:
-        cause = cause._replace(evidence=[f"{observation}.", *cause.evidence])
     if between:
         cause = cause._replace(evidence=[_hidden_layers_evidence(one.module, between), *cause.evidence])
+    if between and observation:
+        behind = f", behind {known.after!r}, which agrees" if known.after else ""
+        cause = cause._replace(sentence=f"{observation}{behind}.")
+    elif observation:
+        cause = cause._replace(evidence=[f"{observation}.", *cause.evidence])
     scale = comparison.scale or 1.0
     module, worst = one.module.partition("#")[0], _worst_element(comparison)
     return Divergence(

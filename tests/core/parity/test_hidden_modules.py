@@ -89,10 +89,10 @@ def test_layer_that_one_side_alone_calls_is_named(caller: int, label: str) -> No
     first = _compared(*sides, agreed)
 
     assert (first.module, first.what, first.after) == ("norm", "output", "fc")
-    assert first.evidence[:2] == [
-        "It shows in the output of 'head'; before it run layers that do not show theirs on both sides: 'norm'.",
-        f"{label} alone calls 'norm'.",
-    ]
+    assert first.sentence == f"{label} alone calls 'norm', behind 'fc', which agrees."
+    assert first.evidence[0] == (
+        "It shows in the output of 'head'; before it run layers that do not show theirs on both sides: 'norm'."
+    )
 
 
 def _owned(norms: tuple[float, float], inputs: tuple[float, float]) -> Any:
