@@ -26,6 +26,7 @@ ROWS: dict[str, Any] = {
     "Recipe": lambda policy: polyamp.Recipe(policy=policy),
     "explain": lambda policy: polyamp.explain(jnp.exp, policy, X),
     "find_nonfinite": lambda policy: polyamp.find_nonfinite(mean_loss, policy, PRODUCT, X),
+    "lint": lambda policy: polyamp.lint({"kernel": X}, policy=policy).findings,
     "polyamp_jax.autocast": lambda policy: str(polyamp_jax.autocast(lambda x: x @ x, policy)(X).dtype),
     "polyamp_jax.explain": lambda policy: polyamp_jax.explain(jnp.exp, policy, X),
 }

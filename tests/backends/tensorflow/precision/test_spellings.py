@@ -27,6 +27,7 @@ def _guarded(policy: Any) -> bool:
 
 
 ROWS: dict[str, Any] = {
+    "MonitorCallback": lambda policy: polyamp_tensorflow.MonitorCallback(polyamp.Monitor(), policy)._policy,
     "apply_policy": _dtypes,
     "dtype_policy": lambda policy: polyamp_tensorflow.dtype_policy(policy).name,
     "guard": _guarded,
