@@ -350,14 +350,15 @@ def _diagnose_number(comparison: EntryComparison, labels: tuple[str, str]) -> Ca
         return Cause("not finite", f"The {what} is finite on one side alone.", [text])
     if what == "finite":
         return Cause("formula", "One side skips the step and the other does not.", [text])
+    if what == "scale":
+        return Cause("factor", "The loss scale differs: its first value, or when it grows and backs off.", [text])
     times = _integer_ratio_evidence(one, two, labels)
+    why = f"The {what} differs."
     if what == "loss" and comparison.one.stage == "step":
         why = "The losses of the passes agree, and the step reports another one: of other rows, or added otherwise."
-        return Cause("factor" if times else "formula", why, [text, *times])
-    if what == "loss":
+    elif what == "loss":
         why = "All outputs agree and the loss does not: the loss functions differ."
-        return Cause("factor" if times else "formula", why, [text, *times])
-    return Cause("factor" if times else "formula", f"The {what} differs.", [text, *times])
+    return Cause("factor" if times else "formula", why, [text, *times])
 
 
 def _number_text(comparison: EntryComparison, labels: tuple[str, str]) -> str:

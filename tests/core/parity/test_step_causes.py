@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 from polyamp import Recipe, adamw, rmsprop, schedules, sgd
+from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.trace.sketch import sketch
-from polyamp.parity.trace.trace import Entry, Stage
+from polyamp.parity.trace.trace import Entry, Stage, Trace
+from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.cause import Cause
 from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
 from polyamp.parity.verdict.causes.step_causes import explain_step
 from polyamp.parity.verdict.causes.step_history import StepHistory
+from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.verdict import compare_traces
 
 Array = np.ndarray[Any, Any]
 SHAPES = {"embed": (8, 16), "hidden": (16, 16), "norm": (16,), "head": (16, 5)}
@@ -192,6 +196,25 @@ COSINE_RATE = schedules.cosine(RATE, 4)(1)
             1,
             "two's gradients are not unscaled",
             "1024 times",
+        ),
+        (
+            "sgd",
+            {"scale": 1024.0},
+            {"factor": 2.0, "scale": 1024.0},
+            None,
+            1,
+            "two adds the gradients of 2 micro-batches (or rows) and does not divide them by 2; or two divides them by "
+            "half the loss scale.",
+            "2 times",
+        ),
+        (
+            "sgd",
+            {"scale": 1024.0},
+            {"factor": 0.5, "scale": 1024.0},
+            None,
+            1,
+            "one does not clip them; or two divides them by twice the loss scale.",
+            "2 times",
         ),
         (
             "adam",
@@ -402,3 +425,19 @@ def test_order_and_count_within_a_step(
     assert found is not None
     assert found.sentence == sentence
     assert number in " ".join(found.evidence)
+
+
+def test_another_loss_scale_is_no_sum_for_a_mean() -> None:
+    runs = [
+        PhaseTrace(Trace(side="", phase=FLOAT32), lambda scale=scale: [_reported("scale", scale)])
+        for scale in (1024.0, 512.0)
+    ]
+    phases: Any = [(Phase(name=FLOAT32), *runs)]
+    first = compare_traces(("one", "two"), phases, Alignment(modules={}), (None, None)).first
+    assert first is not None
+    assert first.sentence == "The loss scale differs: its first value, or when it grows and backs off."
+    assert first.evidence == ["scale: 1024 in one, 512 in two."]
+
+
+def _reported(what: str, number: float) -> Entry:
+    return Entry(step=1, stage="step", module="", what=what, number=number)

@@ -10,6 +10,8 @@ from polyamp.parity.verdict.causes.step_facts import MIN_CLIP, TOLERANCE, StepFa
 _CLIP_EPSILON: Final = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
 _MAX_MICRO_BATCHES: Final = 64
+_SCALE_FACTOR: Final = 2.0
+"""By which loss scales grow and back off, unless a recipe says otherwise."""
 
 
 def clip_by_value(facts: StepFacts) -> Cause | None:
@@ -115,10 +117,18 @@ def _micro_batches(facts: StepFacts, larger: int, times: float, evidence: list[s
             return Cause(
                 "factor",
                 f"{facts.labels[larger]} adds the gradients of {count} micro-batches (or rows) and does not divide "
-                f"them by {count}.",
+                f"them by {count}{_adjacent_scale(facts, larger, larger, times)}.",
                 [*evidence, f"accumulate_steps is {count}."] if parts else evidence,
             )
     return None
+
+
+def _adjacent_scale(facts: StepFacts, side: int, larger: int, times: float) -> str:
+    """Return, as the end of a sentence, that a loop may unscale by the loss scale of another step; "" if it cannot."""
+    scales = any(side.numbers.get("scale", 1.0) > 1.0 for side in facts.sides)
+    if facts.recipes[side] is not None or not scales or not is_near(times, _SCALE_FACTOR):
+        return ""
+    return f"; or {facts.labels[side]} divides them by {'half' if side == larger else 'twice'} the loss scale"
 
 
 def _clip_norm(facts: StepFacts, larger: int, times: float, evidence: list[str]) -> Cause | None:
@@ -130,7 +140,8 @@ def _clip_norm(facts: StepFacts, larger: int, times: float, evidence: list[str])
     for number, norm in enumerate(norms):
         if norm is not None and is_near(facts.share(1 - number), 1.0):
             label, other = facts.labels[number], facts.labels[1 - number]
-            sentence = f"{label} clips its gradients to the global norm {norm:.4g}, {other} does not clip them."
+            clip = f"{label} clips its gradients to the global norm {norm:.4g}, {other} does not clip them"
+            sentence = f"{clip}{_adjacent_scale(facts, number, larger, times)}."
             return Cause("factor", sentence, [*evidence, text])
     if facts.is_plain:
         return None  # it may be the learning rate
