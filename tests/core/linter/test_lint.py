@@ -12,7 +12,7 @@ import polyamp
 from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.linter.lint_report import LintReport
 from polyamp.linter.lint_rules import RULES, apply_rules
-from polyamp.linter.setup_figures import SensitiveOperation, SetupFigures, StepCall, WeightFigures
+from polyamp.linter.setup_figures import SensitiveOperation, SetupFigures, StepCall, TrainingSetup, WeightFigures
 from polyamp.reference import MLP
 
 CLEAN = SetupFigures(
@@ -103,6 +103,11 @@ def test_what_cannot_be_checked_is_named() -> None:
             "head_in_16_bits": "loss_fn and batch",
         },
     )
+
+
+def test_a_set_up_runs_with_a_loss_function() -> None:
+    assert not TrainingSetup(model=1).runs
+    assert TrainingSetup(model=1, loss_fn=print, batch=1).runs
 
 
 def test_the_report(tmp_path: Path) -> None:
