@@ -157,7 +157,8 @@ def test_a_norm_that_casts_to_float32_inside_does_not_alarm(policy: str, seed: i
     assert report.agrees, str(report)
     report = polyamp.compare(decoder(), decoder(1e-4, twice=True), batch, loss_fn, recipe, 2)
     assert report.first is not None
-    assert (report.first.phase, report.first.step, report.first.module) == ("float32", 1, "2"), str(report)
+    assert (report.first.phase, report.first.step, report.first.module) == ("float32", 1, "1"), str(report)
+    assert (report.first.kind, report.first.what) == ("epsilon", "output")
 
 
 def test_a_fault_in_what_is_compiled_is_found_in_its_output(model: Net) -> None:
