@@ -1,10 +1,11 @@
 """Measures `polyamp.compare` on models of 50 million parameters: seconds beyond the models' own, and peak memory.
 
     python benchmarks/parity.py [--quick] [--policy mixed_bfloat16] [--pairs torch-nnx torch-keras ...]
+    python benchmarks/parity.py --width 336 --steps 3 --pairs torch-nnx     10 million parameters, three steps
 
 Run by hand. The model is the GPT of `tests/fixtures/port`, large. Each framework first trains it for one step alone,
-through polyamp, in a process of its own; then two of them are compared over one step in a process of their own. What is
-shown: the largest resident memory of each process as the system counts it, interpreter and frameworks included; the
+through polyamp, in a process of its own; then two of them are compared over `--steps` in a process of their own. What
+is shown: the largest resident memory of each process as the system counts it, interpreter and frameworks included; the
 seconds of the whole comparison; and those of them that are not the models' own (`Report.own_seconds`).
 """
 
@@ -66,7 +67,7 @@ def alone(library: str, policy: str, sizes: Any) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began, "memory": _memory(), "loss": loss}
 
 
-def together(first: str, second: str, policy: str, sizes: Any) -> dict[str, Any]:
+def together(first: str, second: str, policy: str, sizes: Any, steps: int) -> dict[str, Any]:
     """A comparison."""
     import polyamp
 
@@ -75,7 +76,8 @@ def together(first: str, second: str, policy: str, sizes: Any) -> dict[str, Any]
     recipe = polyamp.Recipe(policy=policy, optimizer=polyamp.adamw(1e-3))
     options = ({"init": ours.OPTIONS}, {"init": theirs.OPTIONS})
     loss_fns = (ours.loss_fn, theirs.loss_fn)
-    report = polyamp.compare(one, two, _batch(sizes), loss_fns, recipe, options=options, labels=("first", "second"))
+    labels = ("first", "second")
+    report = polyamp.compare(one, two, _batch(sizes), loss_fns, recipe, steps, options=options, labels=labels)
     return {
         "agrees": report.agrees,
         "parameters": report.environments[0].parameters,
@@ -102,14 +104,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models: whether it runs")
     parser.add_argument("--policy", default="float32")
     parser.add_argument("--pairs", nargs="+", default=PAIRS)
+    parser.add_argument("--width", type=int, help="of the model; 768 are 50 million parameters")
+    parser.add_argument("--steps", type=int, default=1, help="of a comparison")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     sizes = QUICK if given.quick else SIZES
+    if given.width:
+        sizes = (*sizes, ("WIDTH", given.width))
     if given.one:
-        measure = alone if len(given.one) == 1 else together
-        print(json.dumps(measure(*given.one, given.policy, sizes)))
+        pair = len(given.one) == 2
+        measured = (
+            together(*given.one, given.policy, sizes, given.steps) if pair else alone(*given.one, given.policy, sizes)
+        )
+        print(json.dumps(measured))
         return
-    common = ["--policy", given.policy, *(["--quick"] if given.quick else [])]
+    common = ["--policy", given.policy, *(["--quick"] if given.quick else []), "--steps", str(given.steps)]
+    common += ["--width", str(given.width)] if given.width else []
     libraries = dict.fromkeys(name for pair in given.pairs for name in pair.split("-"))
     single = {name: _apart([*common, "--one", name]) for name in libraries}
     for name, found in single.items():
