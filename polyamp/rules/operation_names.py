@@ -1,8 +1,12 @@
-"""Names of one operation in the frameworks, for `Policy.op_rules` in a recipe that goes to another framework (S4)."""
+"""`Policy.op_rules` in every framework (S4): where they act, and the names of one operation in another framework."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
+
+from polyamp.errors import UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 
 
 class OperationNames(NamedTuple):
@@ -53,3 +57,22 @@ def translate_name(name: str, backend: str) -> str:
         if framework != backend and words:
             return f" {name!r} of {label} is {' or '.join(words)} here."
     return ""
+
+
+def check_rules_act(op_rules: Mapping[str, str], mode: str, param: str, compute: str) -> None:
+    """Reject the `op_rules` of a policy that computes in 16 bits without autocast, and so without an op list (S20).
+
+    Args:
+        op_rules, mode, param, compute: the policy's.
+
+    Raises:
+        UnsupportedError: names what to write.
+
+    >>> check_rules_act({"exp": "compute"}, "autocast", "float32", "float16")
+    """
+    if op_rules and compute in HALF_DTYPES and (mode == "cast" or param == compute):
+        why = "mode='cast'" if mode == "cast" else f"param={param!r}"
+        raise UnsupportedError(
+            f"op_rules change the op list of autocast, which does not act with {why}. Received: "
+            f"op_rules={dict(op_rules)}. Use mode='autocast' with param='float32', or policy.replace(op_rules={{}})."
+        )

@@ -15,7 +15,7 @@ import jax
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.recipe.policy import Policy
 from polyamp.rules import operation_families as families
-from polyamp.rules.operation_names import translate_name
+from polyamp.rules.operation_names import check_rules_act, translate_name
 from polyamp_jax import compat
 
 OpRule = Literal["compute", "float32", "promote", "follow", "opaque"]
@@ -253,9 +253,10 @@ def check_policy(policy: Policy) -> None:
 
     Raises:
         PolicyError: `op_rules` names an operation that does not exist.
-        UnsupportedError: float64 without JAX's x64 mode.
+        UnsupportedError: float64 without JAX's x64 mode; `op_rules` of a policy that has no op list.
     """
     rules_for(policy.op_rules)
+    check_rules_act(policy.op_rules, policy.mode, policy.param, policy.compute)
     dtypes = (policy.param, policy.compute, policy.output, *policy.overrides.values())
     if "float64" in dtypes and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
         raise UnsupportedError(

@@ -13,10 +13,9 @@ from typing import Any, Final
 import keras
 
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
-from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp.rules.operation_names import translate_name
+from polyamp.rules.operation_names import check_rules_act, translate_name
 from polyamp_tensorflow.compat import is_keras_code
 from polyamp_tensorflow.precision.op_list import public_function_name, split_names
 
@@ -82,12 +81,7 @@ def check_op_rules(policy: Policy) -> None:
         other = names.setdefault(operation_key(name), name)
         if other != name:
             raise PolicyError(f"op_rules: {other!r} and {name!r} are one operation in Keras. Keep one of them.")
-    if names and policy.compute in HALF_DTYPES and (policy.mode == "cast" or policy.param == policy.compute):
-        why = "mode='cast'" if policy.mode == "cast" else f"param={policy.param!r}"
-        raise UnsupportedError(
-            f"op_rules change the op list of mode='autocast', which does not act with {why}. Received: {policy}. Use "
-            "mode='autocast' with param='float32', or policy.replace(op_rules={})."
-        )
+    check_rules_act(policy.op_rules, policy.mode, policy.param, policy.compute)
 
 
 def refuse_op_rules(policy: Policy, what: str) -> None:

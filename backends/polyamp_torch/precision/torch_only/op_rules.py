@@ -14,11 +14,10 @@ import torch
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
-from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
-from polyamp.float_formats import HALF_DTYPES
+from polyamp.errors import PolicyError, did_you_mean
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp.rules.operation_names import translate_name
+from polyamp.rules.operation_names import check_rules_act, translate_name
 from polyamp_torch.compat import assume_constant_result
 from polyamp_torch.precision.op_list import BACKWARD_FUNCTIONS, FUNCTIONS_WITHOUT_DISPATCH, TorchFunction
 from polyamp_torch.precision.torch_only.compat import returned_values
@@ -135,12 +134,7 @@ def check_op_rules(policy: Policy) -> None:
 def _check_changes(changes: RuleChanges, mode: str, param: str, compute: str) -> None:
     for name, _ in changes:
         _check_name(name)
-    if compute in HALF_DTYPES and (mode == "cast" or param == compute):
-        why = "mode='cast'" if mode == "cast" else f"param={param!r}"
-        raise UnsupportedError(
-            f"op_rules change the op list of autocast, which does not act with {why}. Received: "
-            f"op_rules={dict(changes)}. Use mode='autocast' with param='float32', or policy.replace(op_rules={{}})."
-        )
+    check_rules_act(dict(changes), mode, param, compute)
 
 
 def _check_name(name: str) -> None:

@@ -221,6 +221,18 @@ def test_names_of_other_frameworks_are_translated_to_primitives() -> None:
     assert {word for row in OPERATION_NAMES for word in row.jax.split()} <= set(op_list.RULES)
 
 
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (polyamp.Policy("mixed_bfloat16", mode="cast"), r"mode='cast'"),
+        (polyamp.Policy(param="bfloat16", compute="bfloat16", output="float32", mode="cast"), r"mode='cast'"),
+    ],
+)
+def test_op_rules_without_an_op_list_are_refused(policy: polyamp.Policy, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"does not act with {why}\. .*policy\.replace\(op_rules=\{{\}}\)"):
+        policy.replace(op_rules={"exp": "compute"}).autocast(head)(X, W, jnp.zeros(3))
+
+
 def test_op_rules_with_a_rule_that_does_not_fit_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"op_rules\['exp'\] must be one of .*Received: 'flaot32'\..*'float32'"):
         polyamp.Policy("mixed_float16", op_rules={"exp": "flaot32"})
