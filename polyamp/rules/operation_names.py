@@ -59,11 +59,11 @@ def translate_name(name: str, backend: str) -> str:
     return ""
 
 
-def check_rules_act(op_rules: Mapping[str, str], mode: str, param: str, compute: str) -> None:
+def check_rules_act(op_rules: Mapping[str, str], mode: str | None, param: str, compute: str) -> None:
     """Reject the `op_rules` of a policy that computes in 16 bits without autocast, and so without an op list (S20).
 
     Args:
-        op_rules, mode, param, compute: the policy's.
+        op_rules, mode, param, compute: the policy's; `mode` is None for the default, autocast.
 
     Raises:
         UnsupportedError: names what to write.
