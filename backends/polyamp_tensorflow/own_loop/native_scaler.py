@@ -300,7 +300,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     # The two halves of a step.
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph rewrites errors
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # untyped; it rewrites errors
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss in float32, times the scale.
 
@@ -318,7 +318,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             self.figures.see_loss(loss, weight)
         return scaled if weight is None else scaled * weight
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # AutoGraph rewrites errors
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # untyped; it rewrites errors
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Unscale, check and clip gradients of the scaled loss, and update unless one of them is not finite.
 

@@ -427,6 +427,12 @@ def test_order_and_count_within_a_step(
     assert number in " ".join(found.evidence)
 
 
+def test_without_a_loss_scale_a_factor_of_two_is_not_blamed_on_one() -> None:
+    found = cause(Loop(), Loop(factor=2.0))
+    assert found is not None
+    assert found.sentence == "two adds the gradients of 2 micro-batches (or rows) and does not divide them by 2."
+
+
 def test_another_loss_scale_is_no_sum_for_a_mean() -> None:
     runs = [
         PhaseTrace(Trace(side="", phase=FLOAT32), lambda scale=scale: [_reported("scale", scale)])

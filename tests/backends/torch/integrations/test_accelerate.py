@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs
 from torch import nn
 
@@ -26,14 +25,6 @@ from polyamp_torch.integrations.accelerate import configure_sharding
 
 INF = float("inf")
 SCALER = polyamp.LossScaler(init_scale=16.0, growth_interval=4, on_stuck="ignore")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Net(nn.Module):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import accelerate
 import lightning.pytorch as pl
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as TheirFabric
 from lightning.pytorch.plugins import MixedPrecision as TheirPlugin
@@ -31,14 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

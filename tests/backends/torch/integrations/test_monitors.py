@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
 from lightning.pytorch.loggers import CSVLogger
 
@@ -38,14 +36,6 @@ pytestmark = [
     # Advice, given on machines with more than two cores.
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("library", list(LOOPS))

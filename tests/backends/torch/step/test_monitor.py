@@ -10,6 +10,7 @@ from torch import nn
 
 import polyamp
 from polyamp.monitor.records import MonitorRecord
+from tests.fixtures.embedding_underflow import LOSS_FACTOR, ROWS, check_embedding_underflow
 
 COMPILED: dict[str, Any] = {"backend": "aot_eager"}
 
@@ -88,27 +89,15 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(4096, 8), nn.Linear(8, 4)
+        self.embed, self.head = nn.Embedding(ROWS, 8), nn.Linear(8, 4)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(words).mean(1))
 
 
 def small_loss(model: Any, words: Any) -> torch.Tensor:
-    return (model(words).float() ** 2).mean() * 2e-4
+    return (model(words).float() ** 2).mean() * LOSS_FACTOR
 
 
 def test_s35_an_embedding_whose_gradient_underflows_is_named() -> None:
-    """Below 2^-24 at a loss scale of 1, where the head's gradients are not."""
-    lost = []
-    for scale in (1.0, 2.0**16):
-        scaler = polyamp.LossScaler.static(scale)
-        recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1), scaler=scaler)
-        monitor = polyamp.Monitor(every=1)
-        step = polyamp.train_step(small_loss, recipe, monitor=monitor)
-        step(polyamp.init(Words(), recipe), torch.arange(4096)[None])
-        found = {row.module: row.gradients for row in monitor.records[0].modules}
-        lost.append({name: each.zero + each.underflow for name, each in found.items() if each is not None})
-    assert lost[0]["embed"] > 0.9
-    assert lost[0]["head"] < 0.2
-    assert lost[1] == {"embed": 0.0, "head": 0.0}
+    check_embedding_underflow(Words, small_loss, torch.arange(ROWS)[None])
