@@ -125,6 +125,32 @@ def test_module_of_a_parameter_that_gives_something_else_is_no_difference_where_
     assert (first.stage, first.module, first.what) == ("backward", "head", "gradient")
 
 
+def test_difference_behind_a_layer_that_agrees_is_not_the_norms() -> None:
+    agreed = Alignment(
+        modules={each: each for each in ("", "norm", "fc", "head")},
+        containers=["norm"],
+        parameter_owners=["norm"],
+        layer_kinds={"norm/weight": "parameter", "fc": "dense", "head": "dense"},
+    )
+    sides = [
+        [
+            _entry("forward", "norm", "output", [1.0, number]),
+            _entry("forward", "fc", "output", [1.0, 2.0]),
+            _entry("forward", "head", "output", [1.0, number]),
+        ]
+        for number in (2.0, 2.5)
+    ]
+    assert _compared(*sides, agreed).module == "head"
+
+
+def test_layer_that_one_side_calls_before_what_agrees_is_not_named() -> None:
+    agreed = Alignment(modules={}, layer_kinds={"norm": "layer_norm", "fc": "dense", "head": "dense"})
+    fc, norm = _entry("forward", "fc", "output", [1.0, 2.0]), _entry("forward", "norm", "output", [-1.0, 1.0])
+    heads = [_entry("forward", "head", "output", each) for each in ([-0.5, 0.5], [0.5, 1.0])]
+
+    assert _compared([norm, fc, heads[0]], [fc, heads[1]], agreed).module == "head"
+
+
 def test_difference_behind_a_norm_that_agrees_is_not_the_norms() -> None:
     first = _owned((2.0, 2.0), (3.0, 3.5))
     assert (first.stage, first.module, first.what) == ("forward", "head", "input")

@@ -104,7 +104,7 @@ def test_the_iteration_of_a_scan_is_named_and_its_line() -> None:
 
 
 def test_the_first_iterations_of_scans_in_scans_and_from_the_end() -> None:
-    steps = jnp.array([1.0, 1.0, 3000.0, 1.0, 1.0])
+    steps = jnp.array([1.0, 100.0, 1.0, 100.0, 1.0])
 
     def inner(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
         return carry @ (x * jnp.eye(8)), None
@@ -115,7 +115,7 @@ def test_the_first_iterations_of_scans_in_scans_and_from_the_end() -> None:
 
     report = found(Plain(lambda x: jax.lax.scan(outer, x, None, length=3)[0]))
 
-    assert (report.operation, report.iterations) == ("dot_general", [1, 2])
+    assert (report.operation, report.iterations) == ("dot_general", [1, 3]), "1e4 fits float16; from the end, 3 is next"
 
 
 def test_a_loss_in_16_bits_and_a_rate_that_diverged() -> None:
