@@ -15,12 +15,13 @@ For `fit` and custom training loops:
 
 from __future__ import annotations
 
+from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger  # Keras's word for it
+from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
+from polyamp_keras.precision.apply_policy import AppliedPolicy, apply_policy, dtype_policy
 from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.tensorflow_only.fit import LossScaleLogger, compile, guard  # noqa: A004  # Keras's word for it
+from polyamp_tensorflow.own_loop.tensorflow_only.fit import compile, guard  # noqa: A004  # Keras's word for it
 from polyamp_tensorflow.own_loop.tensorflow_only.fit_monitor import MonitorCallback
-from polyamp_tensorflow.precision.autocast import AppliedPolicy, apply_policy, dtype_policy
-from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import TensorFlowState
 
 __all__ = [

@@ -1,59 +1,20 @@
-"""TensorFlow arrays: namespace for polyamp's formulas, casts (S2), and conversion to and from TensorFlow."""
+"""TensorFlow arrays: conversion to and from TensorFlow. Casts (S2) and the array namespace are in `polyamp_keras`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from polyamp.array_namespace import array_namespace
 from polyamp.errors import BatchError, GradientError, describe_value
-from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.rules.batches import host_array
+from polyamp_keras.arrays import is_floating, leaves_with_paths, native_variable, variable_name
+from polyamp_keras.engines.tensorflow import to_dense
 
 Array = np.ndarray[Any, Any]
-
-
-def _asarray(value: Any, like: Any) -> Any:
-    return tf.cast(value, like.dtype) if tf.is_tensor(value) else tf.constant(value, like.dtype)
-
-
-def _swap_axes(x: Any, first: int, second: int) -> Any:
-    order = list(range(x.shape.rank))
-    order[first], order[second] = order[second], order[first]
-    return tf.transpose(x, order)
-
-
-XP: Final = array_namespace(
-    tf,
-    _asarray,
-    power=tf.pow,
-    expm1=tf.math.expm1,
-    norm=tf.norm,
-    mean=lambda x, axis: tf.reduce_mean(x, axis, keepdims=True),
-    matmul=tf.linalg.matmul,
-    swapaxes=_swap_axes,
-    astype=lambda x, dtype: tf.cast(x, dtype if isinstance(dtype, str) else dtype.dtype),
-)
-"""The array namespace of tensors, eager and inside a `tf.function`."""
-
-
-def dtype_name(array: Any) -> str:
-    """Return the canonical name of a dtype, such as "float32", of a tensor, Keras variable or NumPy array."""
-    return str(tf.as_dtype(array.dtype).name)
-
-
-def native_variable(variable: Any) -> Any:
-    """Return the `tf.Variable` inside a Keras variable; any other value unchanged."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def variable_name(variable: Any) -> str:
-    """Return a variable's path, or its name for a `tf.Variable`, which has no path."""
-    return str(getattr(variable, "path", variable.name))
 
 
 def device_name(device: str) -> str:
@@ -72,29 +33,6 @@ def at_least_float32(dtype: Any) -> Any:
     return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
 
 
-def is_array(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor, a variable or a NumPy array."""
-    return isinstance(leaf, keras.Variable | np.ndarray | np.generic) or bool(tf.is_tensor(leaf))
-
-
-def is_floating(leaf: Any) -> bool:
-    """Return whether a leaf is an array of real floating numbers (S2)."""
-    return is_array(leaf) and str(getattr(leaf.dtype, "name", leaf.dtype)) in FLOAT_DTYPES
-
-
-def cast(tree: Any, dtype: str, *, float64: bool = False) -> Any:
-    """Cast the floating leaves of a tree to `dtype` (S2). NumPy leaves stay NumPy; other leaves are unchanged."""
-
-    def cast_leaf(leaf: Any) -> Any:
-        if not is_floating(leaf) or (dtype_name(leaf) == "float64" and not float64):
-            return leaf
-        if isinstance(leaf, np.ndarray | np.generic):
-            return np.asarray(leaf).astype(tf.as_dtype(dtype).as_numpy_dtype)
-        return tf.cast(native_variable(leaf), dtype)
-
-    return keras.tree.map_structure(cast_leaf, tree)
-
-
 def scalar(value: float, dtype: str, *, like: Any = None) -> Any:
     """Return a new scalar tensor on the device of `like`, or on the default device."""
     device = getattr(native_variable(like), "device", None)
@@ -105,15 +43,6 @@ def scalar(value: float, dtype: str, *, like: Any = None) -> Any:
 def to_numpy(array: Any) -> Array:
     """Return a copy as a NumPy array; bfloat16 becomes `ml_dtypes.bfloat16`."""
     return np.array(tf.convert_to_tensor(native_variable(array)).numpy())
-
-
-def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return (path, leaf) of every leaf that is not None. A path is written as an index: "['x'][0]"."""
-    return [
-        ("".join(f"[{part!r}]" for part in path), leaf)
-        for path, leaf in keras.tree.flatten_with_path(tree)
-        if leaf is not None
-    ]
 
 
 def to_tensors(tree: Any, parameters: str = "float64") -> Any:
@@ -157,17 +86,6 @@ def _leaf_error(batch: Any, leaf: Any) -> BatchError:
     return BatchError(
         f"batch must be a tree of tensors, NumPy arrays, numbers or strings. Received: {where} is {kind}. {advice}"
     )
-
-
-def to_dense(gradient: Any, like: Any) -> Any:
-    """Return a gradient as a dense tensor. `tf.IndexedSlices`, the gradient of an embedding lookup, are summed by row
-    in at least float32 (S4)."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    values = gradient.values
-    if is_floating(values):
-        values = tf.cast(values, at_least_float32(values.dtype))
-    return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
 
 
 def to_dense_float32(gradient: Any, variable: Any) -> Any:

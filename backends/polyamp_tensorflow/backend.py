@@ -20,10 +20,14 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules.step_checks import check_options
 from polyamp.rules.update_decision import Skip
+from polyamp_keras import arrays as keras_arrays
+from polyamp_keras.engines.tensorflow import XP
+from polyamp_keras.models.layers import check_is_model
+from polyamp_keras.own_loop.optimizer_checks import check_recipe_optimizer
+from polyamp_keras.precision.apply_policy import dtype_policy
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
 from polyamp_tensorflow.losses import TensorFlowLosses
-from polyamp_tensorflow.models.layers import check_is_model
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer, native_scaler
 from polyamp_tensorflow.precision import autocast as policies
 from polyamp_tensorflow.precision.policy_module import module_parameters
@@ -36,7 +40,6 @@ from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only import regularization_losses
 from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.update import update_states
 
 if TYPE_CHECKING:
@@ -54,12 +57,12 @@ class TensorFlowBackend:
     name = "tensorflow"
     monitors_steps = True
     changes_op_rules = True
-    xp = conversions.XP
+    xp = XP
     losses = TensorFlowLosses()
     scalar = staticmethod(conversions.scalar)
     to_numpy = staticmethod(conversions.to_numpy)
-    cast = staticmethod(conversions.cast)
-    native_policy = staticmethod(policies.dtype_policy)
+    cast = staticmethod(keras_arrays.cast)
+    native_policy = staticmethod(dtype_policy)
     autocast = staticmethod(policies.autocast)
     scale_loss = staticmethod(scaling.scale_loss)
     unscale = staticmethod(scaling.unscale)

@@ -16,7 +16,8 @@ from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
-from polyamp_tensorflow.arrays import Array, dtype_name, to_numpy
+from polyamp_keras.arrays import dtype_name
+from polyamp_tensorflow.arrays import Array, to_numpy
 
 
 class TensorFlowHarness:

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import polyamp
-from polyamp_tensorflow.arrays import native_variable
+from polyamp_keras.arrays import native_variable
 from tests.soak import trial as trials_
 from tests.soak.trial import Outcome, Trial
 

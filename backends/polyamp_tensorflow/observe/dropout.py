@@ -19,9 +19,10 @@ import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
 from polyamp.parity.trace.observer import DropoutCount, UniformSource
-from polyamp_tensorflow.compat import layer_classes, random_functions, untraced_function
-from polyamp_tensorflow.interrupts import EnsureUndo
-from polyamp_tensorflow.models.layers import list_layers
+from polyamp_keras.compat import layer_classes
+from polyamp_keras.interrupts import EnsureUndo
+from polyamp_keras.models.layers import list_layers
+from polyamp_tensorflow.compat import random_functions, untraced_function
 from polyamp_tensorflow.observe.tensorflow_only.replica_outputs import current_replica
 
 Array = np.ndarray[Any, Any]

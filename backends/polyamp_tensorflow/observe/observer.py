@@ -9,7 +9,8 @@ from polyamp.contract.backend import State
 from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observer, PassRecord, UniformSource
 from polyamp.parity.trace.operation_log import OperationRecorder
 from polyamp.results import LossFunction
-from polyamp_tensorflow.arrays import device_name, native_variable
+from polyamp_keras.arrays import native_variable
+from polyamp_tensorflow.arrays import device_name
 from polyamp_tensorflow.observe import capture, dropout, model_copy, operation_recorder
 from polyamp_tensorflow.precision.policy_module import native_model
 

@@ -16,9 +16,10 @@ import tensorflow as tf
 from polyamp.contract.casting_report import OperationCount
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.rules import operation_families as families
-from polyamp_tensorflow.compat import layer_classes, report_operations
-from polyamp_tensorflow.precision.op_list import SENSITIVE, split_names
-from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import copy_signature
+from polyamp_keras.compat import layer_classes, split_names
+from polyamp_keras.engines.tensorflow_compat import report_operations
+from polyamp_keras.precision.layer_method_wrappers import copy_signature
+from polyamp_keras.precision.op_list import SENSITIVE
 
 _PRODUCTS: Final[Mapping[str, str]] = {
     families.MATRIX_PRODUCTS: "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum SparseMatMul",

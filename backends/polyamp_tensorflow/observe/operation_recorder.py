@@ -13,10 +13,10 @@ import tensorflow as tf
 from polyamp.parity.trace.operation_log import OperationRecorder, running_frame
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
-from polyamp_tensorflow.arrays import dtype_name
-from polyamp_tensorflow.compat import EagerTensor, report_operations
+from polyamp_keras.arrays import dtype_name
+from polyamp_keras.compat import split_names
+from polyamp_keras.engines.tensorflow_compat import EagerTensor, report_operations
 from polyamp_tensorflow.observe.capture import capture_pass
-from polyamp_tensorflow.precision.op_list import split_names
 from polyamp_tensorflow.step.distributed_step import has_several_replicas
 
 _PACKAGES: Final = ("tensorflow", "keras", "tf_keras", "polyamp_tensorflow")

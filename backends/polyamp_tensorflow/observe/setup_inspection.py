@@ -18,9 +18,11 @@ from polyamp.errors import ArgumentError, describe_value
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.linter.setup_figures import SensitiveOperation, SetupFigures, TrainingSetup, WeightFigures
 from polyamp.rules.step_checks import check_loss, split_loss_and_aux
-from polyamp_tensorflow.arrays import dtype_name, native_variable, to_dense, to_numpy
-from polyamp_tensorflow.models.layers import check_is_model, is_built, list_layers, replace_calls
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.arrays import dtype_name, native_variable
+from polyamp_keras.engines.tensorflow import to_dense
+from polyamp_keras.models.layers import check_is_model, is_built, list_layers, replace_calls
+from polyamp_keras.models.variables import model_variables
+from polyamp_tensorflow.arrays import to_numpy
 from polyamp_tensorflow.observe.capture import run_eagerly
 from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder

@@ -19,15 +19,18 @@ from polyamp.errors import UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.recipe.policy import Policy
-from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable, to_dense, to_numpy
-from polyamp_tensorflow.compat import clear_losses, get_layer_policy, replace_variable, set_layer_policy
-from polyamp_tensorflow.models.layers import is_layer, list_layers, replace_calls
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.arrays import dtype_name, is_floating, native_variable
+from polyamp_keras.compat import clear_losses, get_layer_policy, set_layer_policy
+from polyamp_keras.engines.tensorflow import to_dense
+from polyamp_keras.models.layers import is_layer, list_layers, replace_calls
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.precision.keras_policies import is_quantized
+from polyamp_keras.precision.policy_application import PolicyApplication
+from polyamp_tensorflow.arrays import to_numpy
+from polyamp_tensorflow.compat import replace_variable
 from polyamp_tensorflow.porting.fill import assign
 from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
 from polyamp_tensorflow.precision.policy_module import native_model
-from polyamp_tensorflow.precision.tensorflow_only.keras_policies import is_quantized
-from polyamp_tensorflow.precision.tensorflow_only.policy_application import PolicyApplication
 
 Array = np.ndarray[Any, Any]
 _CONVOLUTIONS: Final = {"conv", "conv_transpose"}

@@ -30,7 +30,7 @@ from polyamp.files import read_chunks, write_atomically
 from polyamp.porting.files.strided_copies import as_contiguous
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_tensorflow.compat import saved_variable_paths
+from polyamp_keras.compat import saved_variable_paths
 from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
 from polyamp_tensorflow.porting.tensorflow_only import weights_file_layers
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import (

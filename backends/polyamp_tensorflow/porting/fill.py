@@ -15,8 +15,8 @@ import tensorflow as tf
 from polyamp.errors import PortError, did_you_mean
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.rollback import read_ahead, write_all
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.models.layers import list_layers
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.models.layers import list_layers
 from polyamp_tensorflow.porting.inventory import read_keras_model, to_lazy, variable_values
 from polyamp_tensorflow.precision.policy_module import native_model
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 import keras
 
 from polyamp.porting.layouts.input_order import InputOrder, InputOrderRecorder, ValueFlow
-from polyamp_tensorflow.compat import functional_model, inbound_nodes, keras_history
-from polyamp_tensorflow.models.layers import is_container, list_layers, own_class
+from polyamp_keras.compat import functional_model, inbound_nodes, keras_history
+from polyamp_keras.models.layers import is_container, list_layers, own_class
 
 _CONVOLUTIONS: Final = ("Conv", "ConvTranspose", "DepthwiseConv")
 _PER_CHANNEL: Final = ("MaxPooling", "AveragePooling", "UpSampling", "ZeroPadding", "Cropping", "SpatialDropout")

@@ -14,10 +14,10 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.layer_registration import registered_form
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_tensorflow.arrays import is_floating, native_variable
-from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
-from polyamp_tensorflow.models.layers import LayerEntry, is_built, is_layer, list_layers
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.arrays import is_floating, native_variable
+from polyamp_keras.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
+from polyamp_keras.models.layers import LayerEntry, is_built, is_layer, list_layers
+from polyamp_keras.models.variables import model_variables
 from polyamp_tensorflow.porting.input_orders import input_orders
 from polyamp_tensorflow.porting.layers import layer_table
 from polyamp_tensorflow.porting.layers.layer_record import (

@@ -12,11 +12,12 @@ import tensorflow as tf
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS, LossScaleState
-from polyamp_tensorflow.arrays import Array, native_variable, to_numpy
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.spec_optimizer import optimizer_variables
+from polyamp_tensorflow.arrays import Array, to_numpy
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.porting.optimizer_layout import read_optimizer_layout
-from polyamp_tensorflow.step.optimizers import optimizer_variables
 
 _CALL: Final = "training(model, optimizer, scaler)"
 

@@ -15,9 +15,9 @@ from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
 from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp.recipe.optimizer_spec import NativeOptimizer
 from polyamp.recipe.optimizers import SPECS
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.compat import rate_variable, slot_lists
-from polyamp_tensorflow.step.optimizers import SpecOptimizer, optimizer_variables
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import rate_variable, slot_lists
+from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer, optimizer_variables
 
 _NATIVES: Final[Mapping[str, tuple[str, NativeOptimizer]]] = {
     native.name.rpartition(".")[2]: (spec.tag, native) for spec in SPECS for native in spec.native.get("keras", ())

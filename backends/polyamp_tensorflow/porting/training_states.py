@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from polyamp.porting.states.optimizer_layout import NativeTraining, OptimizerLayout, StateConverter
 from polyamp.porting.states.recipe_comparison import member_settings
+from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 from polyamp_tensorflow.arrays import Array, to_numpy
 from polyamp_tensorflow.porting.optimizer_layout import read_optimizer_layout
-from polyamp_tensorflow.step.optimizers import SpecOptimizer
 
 
 class TensorFlowStateConverter:

@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable
-from polyamp_tensorflow.interrupts import EnsureUndo
-from polyamp_tensorflow.precision.op_list import has_probability_output
-from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes, flatten_value
-from polyamp_tensorflow.precision.tensorflow_only.policy_application import PolicyApplication
+from polyamp_keras.arrays import dtype_name, is_floating, native_variable
+from polyamp_keras.interrupts import EnsureUndo
+from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes, flatten_value
+from polyamp_keras.precision.op_list import has_probability_output
+from polyamp_keras.precision.policy_application import PolicyApplication
 
 
 def has_cast_variables(model: Any, plan: ResolvedPolicy) -> bool:

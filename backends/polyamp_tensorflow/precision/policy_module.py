@@ -15,20 +15,17 @@ import tensorflow as tf
 
 from polyamp.errors import ModelError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, native_variable
-from polyamp_tensorflow.compat import copy_keras_mask
-from polyamp_tensorflow.models.layers import is_built, is_layer
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.arrays import cast, native_variable
+from polyamp_keras.models.layers import is_built, is_layer
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.precision.output_casts import LOSSES_READ, cast_output
 
-LOSSES_READ: Final[ContextVar[list[Any] | None]] = ContextVar("losses_read", default=None)
-"""Layers whose losses `loss_fn` has read so far; None outside a step. See `regularization_losses`."""
 TRAINING_MODE: Final[ContextVar[bool]] = ContextVar("training", default=True)
 """Default of `training` for calls in `loss_fn`."""
 PolicyRegion = Callable[[Any, ResolvedPolicy], AbstractContextManager[ResolvedPolicy]]
 """A policy that `loss_fn` applies: maps a model and its plan to a context manager in which its layers follow it."""
 POLICY_REGIONS: Final[ContextVar[tuple[PolicyRegion, ...]]] = ContextVar("regions", default=())
 """Active policy regions, the innermost last."""
-_UNROUNDED: Final = "_polyamp_unrounded"  # attribute of a tensor, like Keras's logits on a softmax's result
 
 
 class PolicyModule:
@@ -114,33 +111,3 @@ def native_model(model: Any) -> Any:
 def root_model(model: PolicyModule) -> Any:
     """Return the native model of a `PolicyModule`; of a layer, the model that contains it."""
     return model._whole._model
-
-
-def cast_output(tree: Any, dtype: str, *, float64: bool) -> Any:
-    """Cast a model's output to the policy's output dtype (S1), from the unrounded tensor if `round_to_dtype` stored
-    one."""
-
-    def cast_leaf(leaf: Any) -> Any:
-        wide = getattr(leaf, _UNROUNDED, leaf)
-        return copy_keras_mask(leaf, cast(wide, dtype, float64=float64))
-
-    return keras.tree.map_structure(cast_leaf, tree)
-
-
-def is_rounded(leaf: Any) -> bool:
-    """Return whether `round_to_dtype` rounded a tensor and stored the wider one on it."""
-    return hasattr(leaf, _UNROUNDED)
-
-
-def round_to_dtype(tree: Any, dtype: str) -> Any:
-    """Cast the floating tensors of a tree to `dtype`. A tensor that loses digits stores the original one."""
-
-    def round_leaf(leaf: Any) -> Any:
-        if not tf.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
-            return leaf
-        narrow = copy_keras_mask(leaf, tf.cast(leaf, dtype))
-        if isinstance(narrow, tf.Tensor) and narrow.dtype.size < leaf.dtype.size:
-            setattr(narrow, _UNROUNDED, leaf)
-        return narrow
-
-    return keras.tree.map_structure(round_leaf, tree)

@@ -16,7 +16,8 @@ from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.rules.loss_weights import WeightFunction
-from polyamp_tensorflow.arrays import at_least_float32, leaves_with_paths
+from polyamp_keras.arrays import leaves_with_paths
+from polyamp_tensorflow.arrays import at_least_float32
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.distributed_step import (
     all_reduce_sums_and_means,

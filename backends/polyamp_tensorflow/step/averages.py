@@ -17,9 +17,11 @@ import tensorflow as tf
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules.averages import average_share, averaged_paths, move_average
-from polyamp_tensorflow.arrays import XP, assign_values, native_variable
-from polyamp_tensorflow.models.layers import is_container
-from polyamp_tensorflow.models.variables import ModelVariables, model_variables
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.engines.tensorflow import XP
+from polyamp_keras.models.layers import is_container
+from polyamp_keras.models.variables import ModelVariables, model_variables
+from polyamp_tensorflow.arrays import assign_values
 
 Averages = dict[str, dict[str, Any]]
 """Role, "model" or "running" -> path -> variable; empty without `Recipe(ema=...)`."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from polyamp.errors import BatchError, ModelError, UnsupportedError
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.rules.loss_weights import TermTotals
-from polyamp_tensorflow.arrays import leaves_with_paths
+from polyamp_keras.arrays import leaves_with_paths
 from polyamp_tensorflow.compat import is_merge_call_unavailable
 from polyamp_tensorflow.precision.policy_module import TRAINING_MODE
 from polyamp_tensorflow.step.replicas import sum_over_replicas

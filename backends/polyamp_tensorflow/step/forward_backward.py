@@ -15,8 +15,10 @@ from polyamp.float_formats import HALF_DTYPES
 from polyamp.results import LossFunction
 from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
-from polyamp_tensorflow.arrays import XP, leaves_with_paths, native_variable, to_dense_float32
-from polyamp_tensorflow.interrupts import EnsureUndo
+from polyamp_keras.arrays import leaves_with_paths, native_variable
+from polyamp_keras.engines.tensorflow import XP
+from polyamp_keras.interrupts import EnsureUndo
+from polyamp_tensorflow.arrays import to_dense_float32
 from polyamp_tensorflow.precision.autocast import apply_layer_policies
 from polyamp_tensorflow.precision.policy_module import PolicyModule
 from polyamp_tensorflow.step.distributed_step import has_several_replicas

@@ -12,7 +12,7 @@ import tensorflow as tf
 from polyamp.errors import GradientError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.rules.step_checks import check_any_gradient, check_loss
-from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable
+from polyamp_keras.arrays import dtype_name, is_floating, native_variable
 
 _SMALLEST: Final = 2.0**-126
 """Smallest normal float32; TensorFlow's kernels flush smaller values to zero."""

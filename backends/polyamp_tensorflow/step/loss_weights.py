@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.rules.loss_weights import TermTotals, WeightFunction
-from polyamp_tensorflow.arrays import leaves_with_paths, native_variable
+from polyamp_keras.arrays import leaves_with_paths, native_variable
 
 
 class LossWeighting(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.compat import rate_variable
-from polyamp_tensorflow.step.optimizers import SpecOptimizer
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import rate_variable
+from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 
 
 def optimizer_metadata(optimizer: Any) -> dict[str, Any]:

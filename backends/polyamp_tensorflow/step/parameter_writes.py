@@ -14,11 +14,11 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from polyamp.float_formats import HALF_DTYPES
-from polyamp_tensorflow.arrays import native_variable
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.models.layers import list_layers
+from polyamp_keras.models.variables import ModelVariables, own_variables
+from polyamp_keras.precision.layer_dtypes import LayerDtype
 from polyamp_tensorflow.compat import callee_graph, resource_writes
-from polyamp_tensorflow.models.layers import list_layers
-from polyamp_tensorflow.models.variables import ModelVariables, own_variables
-from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import LayerDtype
 
 WRITE_PREFIX: Final = "written/"
 """Prefix of the names of such parameters among the running statistics that accompany the gradients."""

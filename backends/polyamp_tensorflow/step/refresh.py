@@ -15,20 +15,20 @@ import numpy as np
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.rules.refresh import KnownParameter, RefreshPlan
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.compat import (
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import (
     NON_SLOT_ATTRIBUTES,
     moving_averages,
     own_trainable_variables,
     reset_optimizer,
     variable_index,
 )
-from polyamp_tensorflow.models.layers import check_is_model, is_built
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.models.layers import check_is_model, is_built
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.optimizer_checks import optimizer_members
+from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 from polyamp_tensorflow.step.averages import carry_averages
-from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import TensorFlowState
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
 
 NamedVariables = Mapping[str, Any]
 

@@ -18,9 +18,10 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.compat import ALL_REDUCE_GRADIENTS, is_merge_call_unavailable
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import ALL_REDUCE_GRADIENTS
+from polyamp_keras.own_loop.optimizer_checks import optimizer_members
+from polyamp_tensorflow.compat import is_merge_call_unavailable
 from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import replace_methods
 
 ReplicaRun = Callable[..., Any]

@@ -26,17 +26,19 @@ from polyamp.rules import refresh, step_checks
 from polyamp.rules.averages import averages_in_place_error
 from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
-from polyamp_tensorflow.arrays import Array, assign_values, dtype_name, native_variable, to_numpy
-from polyamp_tensorflow.models.layers import StructureSnapshot, is_built, is_layer
-from polyamp_tensorflow.models.variables import ModelVariables, model_variables
+from polyamp_keras.arrays import dtype_name, native_variable
+from polyamp_keras.models.layers import StructureSnapshot, is_built, is_layer
+from polyamp_keras.models.variables import ModelVariables, model_variables
+from polyamp_keras.own_loop.optimizer_checks import warn_about_average
+from polyamp_keras.own_loop.spec_optimizer import optimizer_variables, resolve_groups
+from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes
+from polyamp_tensorflow.arrays import Array, assign_values, to_numpy
 from polyamp_tensorflow.precision.autocast import resolve_policy
-from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
 from polyamp_tensorflow.step.averages import Averages, make_averages
 from polyamp_tensorflow.step.distributed_step import check_replica_variables, has_several_replicas
 from polyamp_tensorflow.step.optimizer_metadata import optimizer_metadata
-from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables, resolve_groups
+from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.parameter_writes import WRITE_PREFIX, EagerReader, variable_compute_dtypes
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import warn_about_average
 
 if TYPE_CHECKING:
     from collections.abc import Callable

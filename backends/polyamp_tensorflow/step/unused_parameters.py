@@ -19,13 +19,8 @@ from typing import Any
 
 import keras
 
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.compat import (
-    FILTER_GRADIENTS,
-    OVERWRITE_WITH_AVERAGES,
-    UPDATE_AVERAGES,
-    moving_averages,
-)
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import FILTER_GRADIENTS, OVERWRITE_WITH_AVERAGES, UPDATE_AVERAGES, moving_averages
 from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import replace_methods
 
 

@@ -21,12 +21,14 @@ from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, step_checks
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
-from polyamp_tensorflow.arrays import XP, at_least_float32, is_floating, to_dense
+from polyamp_keras.arrays import is_floating
+from polyamp_keras.engines.tensorflow import XP, to_dense
+from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
+from polyamp_tensorflow.arrays import at_least_float32
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.averages import write_averages
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
 from polyamp_tensorflow.step.monitor_slots import MonitoredUpdate
-from polyamp_tensorflow.step.optimizers import SpecOptimizer
 from polyamp_tensorflow.step.state import States, TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.scalar_reads import share_scalar_reads
 from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters

@@ -19,12 +19,12 @@ from polyamp.recipe.overrides import deciding_glob
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp_tensorflow.models.layers import is_layer
+from polyamp_keras.models.layers import is_layer
+from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
 from polyamp_tensorflow.observe.tensorflow_only.backward_graph import record_backward
-from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
 
 _STYLE: Final = re.compile(r"\x1b\[\d*m")
 """Escape sequences with which Keras prints errors in bold."""

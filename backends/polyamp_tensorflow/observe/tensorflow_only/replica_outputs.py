@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.parity.trace.observer import CaptureCallback, CaptureKind
-from polyamp_tensorflow.arrays import leaves_with_paths
+from polyamp_keras.arrays import leaves_with_paths
 
 Array = np.ndarray[Any, Any]
 

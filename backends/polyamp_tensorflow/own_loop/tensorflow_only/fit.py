@@ -9,31 +9,41 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedError
-from polyamp.float_formats import HALF_DTYPES
+from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules import step_checks, stuck_scale
-from polyamp_tensorflow.arrays import dtype_name, native_variable, to_numpy
-from polyamp_tensorflow.compat import build_symbolically, set_build_function
-from polyamp_tensorflow.models.keras_serialization import ModelSetting, add_setting, model_settings, remove_setting
-from polyamp_tensorflow.models.layers import is_built, own_class
-from polyamp_tensorflow.models.variables import model_variables, seed_variables
+from polyamp_keras.arrays import dtype_name
+from polyamp_keras.compat import build_symbolically, set_build_function
+from polyamp_keras.engine import ENGINE
+from polyamp_keras.models.keras_serialization import add_setting, model_settings, remove_setting
+from polyamp_keras.models.layers import own_class
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.compile_arguments import check_compile_arguments, compile_model
+from polyamp_keras.own_loop.fit_checks import (
+    check_average,
+    check_losses,
+    check_model,
+    replace_keras_wrapper,
+    scaling_optimizer,
+)
+from polyamp_keras.own_loop.fit_loss_divisor import install_loss_counting, report_loss_divisors
+from polyamp_keras.own_loop.optimizer_checks import check_recipe_optimizer
+from polyamp_keras.own_loop.saved_guard import SavedGuard
+from polyamp_keras.own_loop.spec_optimizer import resolve_groups
+from polyamp_keras.precision.apply_policy import APPLIED_BY_COMPILE, AppliedPolicy
+from polyamp_keras.precision.policy_application import CACHED_FUNCTIONS
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.tensorflow_only.compile_arguments import check_compile_arguments, compile_model
-from polyamp_tensorflow.own_loop.tensorflow_only.fit_loss_divisor import install_loss_counting, report_loss_divisors
-from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE, AppliedPolicy, matmul_precision, resolve_policy
-from polyamp_tensorflow.precision.tensorflow_only.policy_application import CACHED_FUNCTIONS
+from polyamp_tensorflow.precision.autocast import resolve_policy
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.optimizers import make_optimizer, resolve_groups
+from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.tensorflow_only.graph_function import needs_xla
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
 
 
 def compile(  # noqa: A001  # Keras's word for it
@@ -82,27 +92,13 @@ def compile(  # noqa: A001  # Keras's word for it
         >>> int(model.optimizer.iterations), sorted(history.history)
         (1, ['loss', 'mae'])
     """
-    if not isinstance(model, keras.Model):
-        raise ModelError(
-            f"compile takes a keras.Model. Received: {type(model).__module__}.{type(model).__qualname__}. For other "
-            "models keep the loop: polyamp.train_step, or polyamp_tensorflow.LossScaleOptimizer."
-        )
-    if not is_built(model):
-        raise ModelError(
-            f"compile needs a built model, to put the policy on its layers. Received: {model.name!r}, which is not "
-            "built. Call it once on a batch, or give its first layer an Input."
-        )
+    check_model(model)
     given = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
     check_compile_arguments(model, {name: value for name, value in given.items() if value is not None}, more)
-    _check_losses([loss, *more.values()])
+    check_losses([loss, *more.values()])
     plan = resolve_policy(model, recipe.policy)
     check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
-    if recipe.ema is not None:
-        raise UnsupportedError(
-            f"in fit Keras keeps averages of the parameters. Received: recipe.ema={recipe.ema}. Give it ema=None "
-            f"and an optimizer of Keras's with use_ema=True, ema_momentum={recipe.ema.decay:g}; or train with "
-            "polyamp.train_step."
-        )
+    check_average(recipe)
     parameters = model_variables(model).parameters
     step_checks.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
     with model.distribute_strategy.scope():
@@ -157,7 +153,7 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
 
 def _install_guard(model: Any, precision: str | None) -> None:
     with model.distribute_strategy.scope():
-        _replace_keras_wrapper(model)
+        replace_keras_wrapper(model, LossScaleOptimizer)
         scaling_optimizer(model).prepare_statistics(model)
     cls = own_class(model)
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -184,39 +180,6 @@ def _install_guard(model: Any, precision: str | None) -> None:
     add_setting(model, SavedGuard(model, precision))
 
 
-@keras.saving.register_keras_serializable(package="polyamp_tensorflow")
-class SavedGuard(ModelSetting):
-    """Setting in a model's `.keras` file: the guard of the model, and its random seeds (S12)."""
-
-    needs_compile: ClassVar[bool] = True
-
-    def __init__(self, model: Any, precision: str | None, seeds: dict[str, Any] | None = None) -> None:
-        self._model = model
-        self._precision = precision
-        self._seeds = seeds
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the setting as plain values."""
-        seeds = self._seeds
-        if self._model is not None:
-            seeds = {name: to_numpy(variable).tolist() for name, variable in seed_variables(self._model).items()}
-        return {"float32_matmul": self._precision, "seeds": seeds}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> SavedGuard:
-        """Create the saved setting, to be applied by `install`."""
-        return cls(None, config["float32_matmul"], config["seeds"])
-
-    def install(self, model: Any) -> None:
-        """Guard a model that Keras has compiled, unless its class overrides `compile`."""
-        if isinstance(getattr(model, "optimizer", None), LossScaleOptimizer):
-            _install_guard(model, self._precision)
-            seeds = self._seeds or {}
-            for name, variable in seed_variables(model).items():
-                if name in seeds:
-                    native_variable(variable).assign(seeds[name])
-
-
 @contextlib.contextmanager
 def _count_micro_batch(optimizer: LossScaleOptimizer, data: Any) -> Iterator[None]:
     """Context manager that weights a micro-batch by its rows on all replicas, or by the divisor of its loss."""
@@ -225,7 +188,12 @@ def _count_micro_batch(optimizer: LossScaleOptimizer, data: Any) -> Iterator[Non
         yield
         return
     (rows,) = replicas.sum_over_replicas([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
-    with optimizer.micro_batch(rows), report_loss_divisors(optimizer.count_micro_batch):
+
+    def count(divisor: Any) -> None:
+        (total,) = replicas.sum_over_replicas([divisor])
+        optimizer.count_micro_batch(total)
+
+    with optimizer.micro_batch(rows), report_loss_divisors(count):
         yield
 
 
@@ -269,7 +237,7 @@ def _run_guarded(
     *args: Any,
 ) -> Any:
     """Run a function that Keras made; check for a stuck scale when `watch`, that of a training function, is due."""
-    with matmul_precision(precision):
+    with ENGINE.matmul_precision(precision):
         result = function(*args)
     optimizer = model.optimizer
     if watch is None or not isinstance(optimizer, LossScaleOptimizer):
@@ -277,44 +245,6 @@ def _run_guarded(
     if watch.is_due(optimizer.scaler, model.steps_per_execution, optimizer.accumulate_steps):
         optimizer.raise_if_stuck()
     return result
-
-
-def _replace_keras_wrapper(model: Any) -> None:
-    """Replace Keras's own wrapper by polyamp's."""
-    optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(optimizer, LossScaleOptimizer):
-        settings = keras.saving.deserialize_keras_object(model.get_compile_config())
-        model.compile(**{**settings, "optimizer": LossScaleOptimizer.from_keras(optimizer)})
-
-
-def scaling_optimizer(model: Any) -> LossScaleOptimizer:
-    """Return a model's optimizer.
-
-    Raises:
-        LossScaleError: it is not a `LossScaleOptimizer`.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    if not isinstance(optimizer, LossScaleOptimizer):
-        raise LossScaleError(
-            "the model must be compiled with a polyamp_tensorflow.LossScaleOptimizer, by polyamp_tensorflow.compile or "
-            f"by model.compile. Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
-        )
-    return optimizer
-
-
-def _check_losses(loss: Any) -> None:
-    """Raise for losses that would be computed in 16 bits (S6)."""
-    if keras.config.floatx() in HALF_DTYPES:
-        raise UnsupportedError(
-            "losses are computed in keras.config.floatx(), which must be float32 (S6). Received: "
-            f"{keras.config.floatx()}. Call keras.config.set_floatx('float32') and set the compute dtype by a policy."
-        )
-    for part in keras.tree.flatten(loss):
-        if getattr(part, "dtype", None) in HALF_DTYPES:
-            raise LossError(
-                f"loss must be computed in float32. Received: {type(part).__qualname__}(dtype={part.dtype!r}). Drop "
-                "its dtype."
-            )
 
 
 def _jit_compile(model: Any, plan: ResolvedPolicy, jit_compile: bool | str | None, run_eagerly: bool) -> bool | str:
@@ -331,41 +261,4 @@ def _jit_compile(model: Any, plan: ResolvedPolicy, jit_compile: bool | str | Non
     return True if needs_xla([plan], model.trainable_variables, stacklevel=3) else "auto"
 
 
-class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
-    """Callback that adds `loss_scale` and `skipped_steps` to the logs: progress bar, `history`, TensorBoard, CSV files.
-
-    Callbacks get the logs in order, so list it before `TensorBoard` and `CSVLogger`. Reading the two numbers waits for
-    the device after each batch, as the progress bar does.
-
-    Raises (when `fit` starts):
-        LossScaleError: the model's optimizer is not a `polyamp_tensorflow.LossScaleOptimizer`.
-
-    Example:
-        >>> import keras, polyamp
-        >>> import polyamp_tensorflow
-        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        >>> recipe = polyamp.Recipe(scaler=polyamp.LossScaler(init_scale=64.0), optimizer=polyamp.sgd(0.1))
-        >>> polyamp_tensorflow.compile(model, recipe, loss="mse")
-        >>> x, y = keras.ops.ones((8, 4)), keras.ops.full((8, 2), float("nan"))
-        >>> history = model.fit(x, y, verbose=0, callbacks=[polyamp_tensorflow.LossScaleLogger()])
-        >>> history.history["loss_scale"], history.history["skipped_steps"]
-        ([32.0], [1])
-    """
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Raise for a model without a loss scale."""
-        scaling_optimizer(self.model)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Add both numbers to the batch's logs."""
-        self._add(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add both numbers to the epoch's logs."""
-        self._add(logs)
-
-    def _add(self, logs: dict[str, Any] | None) -> None:
-        if logs is not None:
-            optimizer = scaling_optimizer(self.model)
-            logs["loss_scale"] = float(optimizer.scale_state.scale)
-            logs["skipped_steps"] = optimizer.skipped_steps
+SavedGuard.guard_model = staticmethod(_install_guard)

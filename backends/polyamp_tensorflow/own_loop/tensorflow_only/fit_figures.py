@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots
 from polyamp.results import StepResult
-from polyamp_tensorflow.arrays import assign_values, native_variable
-from polyamp_tensorflow.own_loop.tensorflow_only.scaler_state import ApplyCall, is_last_micro_batch, weight_sum
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.own_loop.scaler_state import ApplyCall, is_last_micro_batch, weight_sum
+from polyamp_tensorflow.arrays import assign_values
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.monitor_slots import MonitoredUpdate
 

@@ -15,14 +15,14 @@ from polyamp.errors import ArgumentError, describe_value
 from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
+from polyamp_keras.compat import is_keras_code
+from polyamp_keras.models.layers import own_class
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.fit_checks import scaling_optimizer
+from polyamp_keras.precision.apply_policy import APPLIED_BY_COMPILE
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.compat import is_keras_code
-from polyamp_tensorflow.models.layers import own_class
-from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.tensorflow_only.fit import scaling_optimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit_figures import FitFigures
-from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE
 
 if TYPE_CHECKING:
     from polyamp.monitor.monitor import Monitor

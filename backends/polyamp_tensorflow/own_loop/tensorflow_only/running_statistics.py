@@ -14,9 +14,10 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_tensorflow.arrays import assign_values, native_variable
-from polyamp_tensorflow.models.layers import is_built
-from polyamp_tensorflow.models.variables import ModelVariables, model_variables
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.models.layers import is_built
+from polyamp_keras.models.variables import ModelVariables, model_variables
+from polyamp_tensorflow.arrays import assign_values
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.parameter_writes import (
     WRITE_PREFIX,

@@ -10,7 +10,7 @@ import keras
 
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
-from polyamp_tensorflow.compat import inbound_nodes, keras_history
+from polyamp_keras.compat import inbound_nodes, keras_history
 from polyamp_tensorflow.porting.layers.activations import activation_attributes, activation_name
 from polyamp_tensorflow.porting.layers.layer_record import (
     LayerRecord,

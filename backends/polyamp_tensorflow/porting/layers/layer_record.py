@@ -11,8 +11,8 @@ from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_kinds import to_json_value
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Shape
-from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables
-from polyamp_tensorflow.models.layers import list_layers
+from polyamp_keras.compat import own_non_trainable_variables, own_trainable_variables
+from polyamp_keras.models.layers import list_layers
 
 
 class LayerRecord(NamedTuple):

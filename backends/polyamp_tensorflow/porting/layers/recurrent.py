@@ -15,7 +15,7 @@ import keras
 
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Reshape, Shape, Split
-from polyamp_tensorflow.compat import layer_classes
+from polyamp_keras.compat import layer_classes
 from polyamp_tensorflow.porting.layers.activations import activation_name
 from polyamp_tensorflow.porting.layers.layer_record import LayerRecord, LayerRow, inner_layers, read_variables
 

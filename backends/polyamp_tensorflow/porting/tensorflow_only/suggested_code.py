@@ -8,7 +8,7 @@ from typing import Any, Final
 import keras
 
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp_tensorflow.models.layers import is_container, list_layers
+from polyamp_keras.models.layers import is_container, list_layers
 
 AttributeLine = Callable[[Any], str]
 _ASSIGNABLE: Final = {

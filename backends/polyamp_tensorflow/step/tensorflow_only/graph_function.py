@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.interrupts import close_stale_blocks
-from polyamp_tensorflow.precision.autocast import matmul_precision
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.engine import ENGINE
+from polyamp_keras.interrupts import close_stale_blocks
 from polyamp_tensorflow.step.distributed_step import has_several_replicas, run_on_replicas
 from polyamp_tensorflow.step.state import States, TensorFlowState, acquire_all
 
@@ -77,7 +77,7 @@ class GraphFunction:
 
     def __call__(self, states: States, *tensors: Any) -> Any:
         close_stale_blocks()
-        with acquire_all(states), matmul_precision(states[0].plan.float32_matmul):
+        with acquire_all(states), ENGINE.matmul_precision(states[0].plan.float32_matmul):
             program = self._program(tuple(states))
             try:
                 return program(*tensors)

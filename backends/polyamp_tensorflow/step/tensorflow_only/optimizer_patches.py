@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyamp_tensorflow.compat import check_methods
-from polyamp_tensorflow.interrupts import EnsureUndo
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
+from polyamp_keras.compat import check_methods
+from polyamp_keras.interrupts import EnsureUndo
+from polyamp_keras.own_loop.optimizer_checks import optimizer_members
 
 
 @contextlib.contextmanager

@@ -13,10 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp_tensorflow.arrays import at_least_float32, native_variable
-from polyamp_tensorflow.compat import clear_losses, flatten_layers, losses_override, own_losses, own_trainable_variables
-from polyamp_tensorflow.models.layers import is_layer, list_layers
-from polyamp_tensorflow.precision.policy_module import LOSSES_READ, native_model
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import clear_losses, flatten_layers, losses_override, own_losses, own_trainable_variables
+from polyamp_keras.models.layers import is_layer, list_layers
+from polyamp_keras.precision.output_casts import LOSSES_READ
+from polyamp_tensorflow.arrays import at_least_float32
+from polyamp_tensorflow.precision.policy_module import native_model
 
 
 def regularization(model: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.own_loop.optimizer_checks import optimizer_members
 
 _SCALARS: Final = ("iteration", "learning_rate")
 """Names of the variables that `keras.optimizers.Optimizer` itself makes."""

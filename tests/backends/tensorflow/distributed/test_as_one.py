@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.errors import BatchError, UnsupportedError
-from polyamp_tensorflow.arrays import native_variable
+from polyamp_keras.arrays import native_variable
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((50, 16, 4)).astype(np.float32)

@@ -16,7 +16,7 @@ import polyamp_tensorflow
 from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.demo import digits
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
-from polyamp_tensorflow.models.layers import list_layers
+from polyamp_keras.models.layers import list_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 BACKEND = polyamp_tensorflow.BACKEND

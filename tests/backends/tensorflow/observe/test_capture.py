@@ -12,9 +12,9 @@ import tensorflow as tf
 from keras import layers
 
 import polyamp
+from polyamp_keras.models.variables import model_variables
 from polyamp_tensorflow.arrays import to_numpy
 from polyamp_tensorflow.backend import BACKEND
-from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.observe.observer import OBSERVER
 
 Array = np.ndarray[Any, Any]

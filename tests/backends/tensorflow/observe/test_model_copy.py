@@ -10,8 +10,8 @@ import pytest
 from keras import layers
 
 import polyamp
+from polyamp_keras.models.variables import model_variables
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.observe.observer import OBSERVER
 
 Array = np.ndarray[Any, Any]

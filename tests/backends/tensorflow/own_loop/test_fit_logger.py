@@ -15,7 +15,7 @@ from tensorboard.util.tensor_util import make_ndarray
 import polyamp
 from polyamp.errors import LossScaleError
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.own_loop.tensorflow_only.fit import LossScaleLogger
+from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger
 
 
 def fit(callbacks: list[Any], *, verbose: int = 0) -> Any:

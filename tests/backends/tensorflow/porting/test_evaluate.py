@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras import layers
 
 import polyamp_tensorflow
+from polyamp_keras.models.variables import model_variables
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.converter import CONVERTER
 
 Array = np.ndarray[Any, Any]

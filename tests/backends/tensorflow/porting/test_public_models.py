@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_tensorflow.models.variables import model_variables
+from polyamp_keras.models.variables import model_variables
 from polyamp_tensorflow.porting.converter import CONVERTER
 
 EXPECTED = {

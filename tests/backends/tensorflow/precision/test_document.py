@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyamp_tensorflow.precision import op_list
-from polyamp_tensorflow.precision.tensorflow_only import layer_dtypes
+from polyamp_keras.precision import layer_dtypes, op_list
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import polyamp
+from polyamp_keras.engines.tensorflow import to_dense
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.arrays import to_dense
 
 layers, ops = keras.layers, keras.ops
 POLICY = polyamp.Policy("mixed_bfloat16")

@@ -13,8 +13,8 @@ import tensorflow as tf
 from polyamp import Policy
 from polyamp.errors import PolicyError
 from polyamp.rules.float32_op_families import OP_FAMILIES
+from polyamp_keras.precision import op_list
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.precision import op_list
 
 ops: Final = keras.ops
 X: Final = np.linspace(0.1, 2.0, 32, dtype=np.float32).reshape(2, 4, 4) + 4 * np.eye(4, dtype=np.float32)

@@ -14,8 +14,8 @@ import polyamp
 import polyamp_tensorflow
 from polyamp import Policy, PolicyError, UnsupportedError
 from polyamp.rules.operation_names import OPERATION_NAMES
+from polyamp_keras.precision.op_rules import known_operations, operation_key
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.precision.tensorflow_only.op_rules import known_operations, operation_key
 
 RULES: Final = {"softmax": "compute", "layer_norm": "compute", "linear": "float32"}
 POLICY: Final = Policy("mixed_bfloat16", op_rules=RULES)

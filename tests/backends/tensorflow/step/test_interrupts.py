@@ -17,8 +17,8 @@ from tensorflow.python import pywrap_tfe
 
 import polyamp
 import polyamp_tensorflow
+from polyamp_keras.interrupts import _OPEN_BLOCKS, close_stale_blocks
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.interrupts import _OPEN_BLOCKS, close_stale_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*polyamp.losses.regularization")  # S25: the model has a regularizer
 FOLDER = str(Path(polyamp_tensorflow.__file__).parent)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from polyamp import schedules
 from polyamp.schedules.library_schedules import _MAKERS
-from polyamp_tensorflow.arrays import XP
+from polyamp_keras.engines.tensorflow import XP
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("CosineDecay", {"initial_learning_rate": 0.3, "decay_steps": 12, "alpha": 0.1}),

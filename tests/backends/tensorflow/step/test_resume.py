@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.errors import CheckpointError
-from polyamp_tensorflow.arrays import native_variable
+from polyamp_keras.arrays import native_variable
 
 
 def made(optimizer: Any) -> Any:

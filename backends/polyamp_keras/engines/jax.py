@@ -1,0 +1,177 @@
+"""Keras on JAX: what Keras itself does not offer on all of its backends (`polyamp_keras.engine`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from polyamp.array_namespace import array_namespace
+from polyamp.errors import UnsupportedError
+from polyamp_keras.compat import is_nnx_enabled, set_fit_state
+
+FRAMEWORK: Final = "JAX"
+DTYPE_ERRORS: Final = ()
+DTYPE_MESSAGE: Final = ""
+COUNTS_LOSS_DIVISORS: Final = False
+"""Whether a divisor of the loss can reach `apply`: on JAX it is inside of the function that is differentiated."""
+KEEPS_FIT_STATE: Final = True
+ONE_DTYPE_CODE: Final = ""
+_SMALLEST: Final = 2.0**-126
+"""Smallest normal float32; XLA flushes smaller values to zero."""
+_MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
+"""`Policy.float32_matmul` -> JAX's name; XLA uses the nearest precision that the device has."""
+XP: Final = array_namespace(
+    jnp,
+    lambda value, like: jnp.asarray(value, jnp.result_type(like)),
+    norm=lambda x: jnp.sqrt(jnp.sum(x * x)),
+    mean=lambda x, axis: jnp.mean(x, axis, keepdims=True),
+    matmul=lambda x, y: jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST),
+    swapaxes=jnp.swapaxes,
+    astype=lambda x, dtype: x.astype(dtype if isinstance(dtype, str) else dtype.dtype),
+)
+"""The array namespace of jax.numpy."""
+
+
+def is_float32_constant(value: Any) -> bool:
+    """Return whether a value is a float32 array, and no tracer."""
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.dtype == jnp.float32
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is an array or a tracer."""
+    return isinstance(value, jax.Array)
+
+
+def gather_in_float32(call: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a gather of a 16-bit `x`, whose gradient is summed in float32 and rounded once. A gather
+    computes nothing, so that its result in float32 has the same numbers."""
+    return call(x.astype(jnp.float32), *args, **kwargs).astype(x.dtype)
+
+
+@contextlib.contextmanager
+def integer_casts(given: Sequence[Any]) -> Iterator[list[str]]:
+    """Context manager that records nothing: JAX reports no operation to its user while it runs."""
+    yield []
+
+
+def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager with JAX's precision of float32 matrix products; of this thread alone."""
+    if setting is None:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision(_MATMUL_PRECISION[setting])  # type: ignore[no-any-return]  # untyped in JAX
+
+
+def to_dense(gradient: Any, like: Any) -> Any:
+    """Return a gradient as it is: Keras has dense ones on this backend."""
+    return gradient
+
+
+def kernel_update(spec: Any, rate: Any, counts: Any) -> None:
+    """Return None: a spec's own formula is run, for all parameters of one set of values."""
+
+
+# A step.
+
+
+def no_gradients() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that does nothing: JAX differentiates functions."""
+    return contextlib.nullcontext()
+
+
+def read_without_wait(flag: Any) -> bool | None:
+    """Return None: a traced scalar has no value, and reading another waits for the computation."""
+    return None
+
+
+def read_vector(values: Any) -> Any:
+    """Return the elements of a vector on the host, or None in a trace, which has no values."""
+    return None if isinstance(values, jax.core.Tracer) else values.tolist()
+
+
+def copy_value(variable: Any) -> Any:
+    """Return a variable's value: JAX's arrays do not change."""
+    return variable.value
+
+
+def global_norm_and_finite(gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the global L2 norm, whether all gradients are finite, and each gradient's largest magnitude, a vector.
+
+    The gradients are divided by the largest magnitude before they are squared, so that no finite one overflows.
+    """
+    dtype = jnp.float64 if any(gradient.dtype == jnp.float64 for gradient in gradients) else jnp.float32
+    wide = [gradient.astype(dtype) for gradient in gradients]
+    sizes = jnp.stack([jnp.max(jnp.abs(gradient), initial=0.0) for gradient in wide])
+    largest = jnp.max(sizes)
+    usable = jnp.isfinite(largest) & (largest >= _SMALLEST)
+    unit = jnp.where(usable, largest, jnp.ones_like(largest))
+    total = sum((jnp.sum(jnp.square(gradient / unit)) for gradient in wide), start=jnp.zeros((), dtype))
+    return unit * jnp.sqrt(total), jnp.isfinite(total), sizes
+
+
+def is_traced(value: Any) -> bool:
+    """Return whether a value belongs to a trace."""
+    return isinstance(value, jax.core.Tracer)
+
+
+# `fit`.
+
+
+def write_fit_state(model: Any) -> None:
+    """Write the values of the last step of `fit`, which keeps them in a state of its own, to a model's variables."""
+    model.jax_state_sync()
+
+
+def store_fit_state(model: Any, result: Any) -> None:
+    """Write the state that a train function of `fit` returned to the model's variables."""
+    set_fit_state(model, result[1])
+    model.jax_state_sync()
+
+
+def check_fit(jit_compile: Any) -> None:
+    """Raise for ways of running `fit` that polyamp does not support.
+
+    Raises:
+        UnsupportedError: nnx-enabled Keras, or `keras.distribution`.
+    """
+    if is_nnx_enabled():
+        raise UnsupportedError(
+            "polyamp does not train nnx-enabled Keras models, whose train step is the class's and no object's. "
+            "Received: keras.config.is_nnx_enabled(). Unset KERAS_NNX_ENABLED, or train the model as a "
+            "flax.nnx module with polyamp.train_step."
+        )
+    if keras.distribution.distribution() is not None:
+        raise UnsupportedError(
+            "polyamp does not place the state of a LossScaleOptimizer on a keras.distribution. Received: "
+            f"{type(keras.distribution.distribution()).__name__}. Train on one device, or a JAX model with "
+            "polyamp.train_step, which follows its sharding."
+        )
+
+
+def guarded_train_step(
+    model: Any, step: Callable[..., Any], scaled: type[Any], count: Callable[..., AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """Return a `train_step(state, data)` that restores running statistics after a skipped update.
+
+    Args:
+        model: the model.
+        step: the `train_step` of its class.
+        scaled: class of the optimizers that can skip; with another one the step is Keras's.
+        count: `(optimizer, data)` -> context manager in which the micro-batch has its weight.
+    """
+
+    def train_step(state: Any, data: Any) -> Any:
+        optimizer = model.optimizer
+        if not isinstance(optimizer, scaled):  # the user may have recompiled the model
+            return step(model, state, data)
+        with count(optimizer, data):
+            logs, (weights, others, variables, metrics) = step(model, state, data)
+        others, variables = optimizer.stateless_keep_statistics(model, state[1], others, variables)
+        return logs, (weights, others, variables, metrics)
+
+    return train_step

@@ -1,0 +1,131 @@
+"""Keras on TensorFlow: what Keras itself does not offer on all of its backends (`polyamp_keras.engine`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from polyamp.array_namespace import array_namespace
+from polyamp.float_formats import FLOAT_DTYPES
+from polyamp.rules.process_setting import ProcessSetting
+from polyamp_keras.arrays import at_least_float32, is_floating
+from polyamp_keras.compat import split_names
+from polyamp_keras.engines.tensorflow_compat import EagerTensor, report_operations
+from polyamp_keras.engines.tensorflow_kernels import kernel_update as kernel_update
+
+FRAMEWORK: Final = "TensorFlow"
+DTYPE_ERRORS: Final = (TypeError, ValueError, tf.errors.InvalidArgumentError)
+DTYPE_MESSAGE: Final = r"[^\n]*(?:does not match type|was expected to be a|requested dtype)[^\n]*"
+ONE_DTYPE_CODE: Final = "tf.random.normal(tf.shape(z), dtype=z.dtype) or tf.cast(noise, z.dtype)"
+_ID_PRESERVING_OPERATIONS: Final = split_names(
+    "Identity IdentityN EnsureShape StopGradient Reshape Transpose ExpandDims Squeeze StridedSlice Slice Split SplitV "
+    "Unpack Pack Concat ConcatV2 Tile Pad PadV2 GatherV2 GatherNd ReverseV2 Roll BroadcastTo Select SelectV2 Cast "
+    "Maximum Minimum ClipByValue Relu Abs Neg Add AddV2 Sub Mul Round Rint Floor Ceil FloorMod FloorDiv"
+)
+"""Operations whose results are still ids, or sums and products of ids."""
+
+
+def _asarray(value: Any, like: Any) -> Any:
+    return tf.cast(value, like.dtype) if tf.is_tensor(value) else tf.constant(value, like.dtype)
+
+
+def _swap_axes(x: Any, first: int, second: int) -> Any:
+    order = list(range(x.shape.rank))
+    order[first], order[second] = order[second], order[first]
+    return tf.transpose(x, order)
+
+
+XP: Final = array_namespace(
+    tf,
+    _asarray,
+    power=tf.pow,
+    expm1=tf.math.expm1,
+    norm=tf.norm,
+    mean=lambda x, axis: tf.reduce_mean(x, axis, keepdims=True),
+    matmul=tf.linalg.matmul,
+    swapaxes=_swap_axes,
+    astype=lambda x, dtype: tf.cast(x, dtype if isinstance(dtype, str) else dtype.dtype),
+)
+"""The array namespace of tensors, eager and inside a `tf.function`."""
+
+
+def is_float32_constant(value: Any) -> bool:
+    """Return whether a value is a float32 tensor with numbers, or a variable."""
+    return isinstance(value, EagerTensor | tf.Variable) and bool(value.dtype == tf.float32)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a dense tensor, eager or of a graph."""
+    return isinstance(value, tf.Tensor)
+
+
+def gather_in_float32(call: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a gather of a 16-bit `x`, whose gradient is summed in float32 and rounded once."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
+    def gather(x: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                wide = tf.zeros(tf.shape(x), tf.float32)  # a gather's gradient needs only its shape
+                tape.watch(wide)
+                read = call(wide, *args, **kwargs)
+            upstream = tf.convert_to_tensor(tf.cast(upstream, tf.float32))
+            total = tf.convert_to_tensor(tape.gradient(read, wide, output_gradients=upstream))
+            return tf.cast(total, x.dtype)
+
+        return call(x, *args, **kwargs), gradient
+
+    return gather(x)
+
+
+@contextlib.contextmanager
+def integer_casts(given: Sequence[Any]) -> Iterator[list[str]]:
+    """Context manager that records the integer dtypes to which operations cast these tensors, or ids made of them."""
+    known = {tensor.ref() for tensor in given}
+    found: list[str] = []
+
+    def record(operation: str, inputs: Any, outputs: Any) -> None:
+        if operation not in _ID_PRESERVING_OPERATIONS or not any(
+            tf.is_tensor(one) and one.ref() in known for one in inputs
+        ):
+            return
+        for output in outputs:
+            if output.dtype.name in FLOAT_DTYPES:
+                known.add(output.ref())
+            elif operation == "Cast" and output.dtype.is_integer:
+                found.append(output.dtype.name)
+
+    with report_operations(record):
+        yield found
+
+
+_TF32: Final[ProcessSetting[bool]] = ProcessSetting(
+    "float32_matmul (whether TF32 is allowed)",
+    tf.config.experimental.tensor_float_32_execution_enabled,
+    tf.config.experimental.enable_tensor_float_32_execution,
+)
+
+
+def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that sets TensorFlow's TF32 switch, which is process-wide and read at kernel start."""
+    if setting is None:
+        return contextlib.nullcontext()
+    return _TF32.temporary_value(setting != "highest")
+
+
+def to_dense(gradient: Any, like: Any) -> Any:
+    """Return a gradient as a dense tensor. `tf.IndexedSlices`, the gradient of an embedding lookup, are summed by row
+    in at least float32 (S4)."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    values = gradient.values
+    if is_floating(values):
+        values = tf.cast(values, at_least_float32(values))
+    return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
+
+
+def write_fit_state(model: Any) -> None:
+    """Do nothing: the variables of a model have the values of its last step."""

@@ -1,0 +1,27 @@
+"""Private names of TensorFlow that the engine uses (TensorFlow from 2.19)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import tensorflow as tf
+
+EagerTensor: Final[Any] = tf.__internal__.EagerTensor
+"""Class of tensors that have a value; `tf.Tensor` also covers symbolic tensors of a graph."""
+
+
+@contextlib.contextmanager
+def report_operations(report: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Context manager that calls `report(name, inputs, outputs)` for each operation that this thread runs."""
+    from tensorflow.python.framework import op_callbacks
+
+    def callback(name: str, inputs: Any, attributes: Any, outputs: Any, *more: Any, **options: Any) -> None:
+        report(name, inputs, outputs)
+
+    op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(callback)

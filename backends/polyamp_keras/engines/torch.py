@@ -1,0 +1,182 @@
+"""Keras on torch: what Keras itself does not offer on all of its backends (`polyamp_keras.engine`)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+
+from polyamp.array_namespace import array_namespace
+from polyamp.errors import UnsupportedError
+from polyamp.rules.process_setting import ProcessSetting
+from polyamp_keras.engines.torch_compat import foreach_divide, foreach_norm
+
+FRAMEWORK: Final = "torch"
+DTYPE_ERRORS: Final = (RuntimeError,)
+DTYPE_MESSAGE: Final = r"[^\n]*(?:same dtype|expected scalar type)[^\n]*"
+COUNTS_LOSS_DIVISORS: Final = True
+KEEPS_FIT_STATE: Final = False
+ONE_DTYPE_CODE: Final = "torch.randn_like(z) or noise.to(z.dtype)"
+XP: Final = array_namespace(
+    torch,
+    lambda value, like: torch.as_tensor(value, dtype=like.dtype, device=like.device),
+    power=torch.pow,
+    norm=torch.linalg.vector_norm,
+    mean=lambda x, axis: torch.mean(x, axis, keepdim=True),
+    matmul=torch.matmul,
+    swapaxes=torch.swapaxes,
+    astype=lambda x, dtype: x.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype.dtype),
+)
+"""torch's array namespace; scalars stay on their device."""
+
+
+def is_float32_constant(value: Any) -> bool:
+    """Return whether a value is a float32 tensor."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, and no parameter."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def gather_in_float32(call: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a gather of a 16-bit `x`, whose gradient is summed in float32 and rounded once. A gather
+    computes nothing, so that its result in float32 has the same numbers."""
+    return call(x.to(torch.float32), *args, **kwargs).to(x.dtype)
+
+
+@contextlib.contextmanager
+def integer_casts(given: Sequence[Any]) -> Iterator[list[str]]:
+    """Context manager that records the integer dtypes to which `to` and its like cast these tensors themselves."""
+    known, found = set(map(id, given)), list[str]()
+
+    class Casts(torch.overrides.TorchFunctionMode):
+        """Mode that sees every function of torch that a layer calls."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            is_integer = isinstance(result, torch.Tensor) and not (
+                result.dtype.is_floating_point or result.dtype.is_complex or result.dtype == torch.bool
+            )
+            if is_integer and args and id(args[0]) in known and function in _CASTS:
+                found.append(str(result.dtype).removeprefix("torch."))
+            return result
+
+    with Casts():
+        yield found
+
+
+_CASTS: Final = (torch.Tensor.to, torch.Tensor.long, torch.Tensor.int, torch.Tensor.type)
+"""Functions that a layer casts with; `keras.ops.cast` calls the first."""
+_SMALLEST: Final = 2.0**-126
+"""Smallest normal float32."""
+_MATMUL_PRECISION: Final[ProcessSetting[str]] = ProcessSetting(
+    "float32_matmul", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+)
+
+
+def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that sets torch's precision of float32 matrix products, which is process-wide."""
+    if setting is None:
+        return contextlib.nullcontext()
+    return _MATMUL_PRECISION.temporary_value(setting)
+
+
+def to_dense(gradient: Any, like: Any) -> Any:
+    """Return a gradient as it is: Keras has dense ones on this backend."""
+    return gradient
+
+
+def kernel_update(spec: Any, rate: Any, counts: Any) -> None:
+    """Return None: a spec's own formula is run, for all parameters of one set of values."""
+
+
+# A step.
+
+
+def no_gradients() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which torch records nothing for a backward pass."""
+    return torch.no_grad()
+
+
+def read_without_wait(flag: Any) -> bool | None:
+    """Return a boolean scalar on the host; None if reading it would wait for a device."""
+    return bool(flag) if flag.device.type == "cpu" else None
+
+
+def read_vector(values: Any) -> Any:
+    """Return the elements of a vector on the host, which may wait for a device."""
+    return values.tolist()
+
+
+def copy_value(variable: Any) -> Any:
+    """Return a variable's value, which later writes do not change."""
+    return variable.value.detach().clone()
+
+
+def global_norm_and_finite(gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the global L2 norm, whether all gradients are finite, and each gradient's largest magnitude, a vector.
+
+    The gradients are divided by the largest magnitude before they are squared, so that no finite one overflows.
+    """
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    wide = [gradient.to(dtype) for gradient in gradients]
+    given = iter(foreach_norm([gradient for gradient in wide if gradient.numel()], math.inf))
+    sizes = torch.stack([next(given) if gradient.numel() else gradient.new_zeros(()) for gradient in wide])
+    largest = sizes.max()
+    usable = torch.isfinite(largest) & (largest >= _SMALLEST)
+    unit = torch.where(usable, largest, torch.ones_like(largest))
+    total = torch.linalg.vector_norm(torch.stack(foreach_norm(foreach_divide(wide, unit), 2.0)))
+    return unit * total, torch.isfinite(total), sizes
+
+
+def is_traced(value: Any) -> bool:
+    """Return False: torch runs a step operation by operation."""
+    return False
+
+
+# `fit`.
+
+
+def write_fit_state(model: Any) -> None:
+    """Do nothing: the variables of a model have the values of its last step."""
+
+
+def check_fit(jit_compile: Any) -> None:
+    """Raise for ways of running `fit` that polyamp does not support.
+
+    Raises:
+        UnsupportedError: `jit_compile=True`.
+    """
+    if jit_compile is True:
+        raise UnsupportedError(
+            "jit_compile=True on Keras's torch backend gives the whole step, callbacks' state and all, to torch.compile"
+            ", which fails in Keras itself for most models. Received: jit_compile=True. Leave it out."
+        )
+
+
+def guarded_train_step(
+    model: Any, step: Callable[..., Any], scaled: type[Any], count: Callable[..., AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """Return a `train_step(data)` that restores running statistics after a skipped update.
+
+    Args:
+        model: the model.
+        step: the `train_step` of its class.
+        scaled: class of the optimizers that can skip; with another one the step is Keras's.
+        count: `(optimizer, data)` -> context manager in which the micro-batch has its weight.
+    """
+
+    def train_step(data: Any) -> Any:
+        optimizer = model.optimizer
+        if not isinstance(optimizer, scaled):  # the user may have recompiled the model
+            return step(model, data)
+        with optimizer.keep_statistics(model), count(optimizer, data):
+            return step(model, data)
+
+    return train_step

@@ -1,0 +1,1 @@
+"""`fit` and loops of one's own: `LossScaleOptimizer`, `compile` and `guard`."""

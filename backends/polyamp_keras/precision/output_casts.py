@@ -1,0 +1,46 @@
+"""Casts of results to the policy's dtypes (S1). A rounded tensor keeps the wider one for the cast of the output."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Final
+
+import keras
+
+from polyamp.float_formats import HALF_DTYPES
+from polyamp_keras.arrays import cast, dtype_name, is_floating
+from polyamp_keras.compat import copy_keras_mask, get_tensor_attribute, set_tensor_attribute
+
+LOSSES_READ: Final[ContextVar[list[Any] | None]] = ContextVar("losses_read", default=None)
+"""Layers whose losses `loss_fn` has read so far; None outside a step. See `regularization_losses`."""
+_UNROUNDED: Final = "_polyamp_unrounded"  # attribute of a tensor, like Keras's logits on a softmax's result
+
+
+def cast_output(tree: Any, dtype: str, *, float64: bool) -> Any:
+    """Cast a model's output to the policy's output dtype (S1), from the unrounded tensor if `round_to_dtype` stored
+    one."""
+
+    def cast_leaf(leaf: Any) -> Any:
+        wide = get_tensor_attribute(leaf, _UNROUNDED)
+        return copy_keras_mask(leaf, cast(leaf if wide is None else wide, dtype, float64=float64))
+
+    return keras.tree.map_structure(cast_leaf, tree)
+
+
+def is_rounded(leaf: Any) -> bool:
+    """Return whether `round_to_dtype` rounded a tensor and stored the wider one on it."""
+    return get_tensor_attribute(leaf, _UNROUNDED) is not None
+
+
+def round_to_dtype(tree: Any, dtype: str) -> Any:
+    """Cast the floating tensors of a tree to `dtype`. A tensor that loses digits stores the original one."""
+
+    def round_leaf(leaf: Any) -> Any:
+        if not keras.ops.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
+            return leaf
+        narrow = copy_keras_mask(leaf, keras.ops.cast(leaf, dtype))
+        if dtype in HALF_DTYPES and dtype_name(leaf) not in HALF_DTYPES:
+            set_tensor_attribute(narrow, _UNROUNDED, leaf)
+        return narrow
+
+    return keras.tree.map_structure(round_leaf, tree)

@@ -1,1 +1,0 @@
-"""Layers, variables and saved settings of a Keras model."""

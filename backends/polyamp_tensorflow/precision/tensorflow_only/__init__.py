@@ -1,1 +1,0 @@
-"""Parts of precision that only TensorFlow and Keras need."""
