@@ -97,6 +97,9 @@ for _name, _seconds in {
     SUITES[f"doctest-{_name}"] = Suite([*PYTEST, *_quick, "--doctest-modules", _folder], _seconds[2])
     SUITES[f"examples-{_name}"] = Suite([*PYTEST, "tests/examples", f"--framework={_name}"], _seconds[3])
     SUITES[f"mistakes-{_name}"] = Suite([*PYTEST, *_quick, "tests/mistakes", f"--framework={_name}"], 15)
+for _name in FRAMEWORKS:
+    _quick = [] if _name == "torch" else QUICK_XLA
+    SUITES[f"keras-{_name}"] = Suite([*PYTEST, *_quick, "tests/backends/keras"], 30, {"KERAS_BACKEND": _name})
 _apart = "tests/backends/jax/distributed"  # JAX makes several devices of the CPU for a whole process or not at all
 SUITES["backend-jax"].command.append(f"--ignore={_apart}")
 SUITES["distributed-jax"] = Suite(

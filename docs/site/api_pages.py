@@ -52,6 +52,7 @@ PAGES: Final = (
     ),
     ApiPage("tensorflow", "polyamp_tensorflow", packages=("polyamp_tensorflow",)),
     ApiPage("jax", "polyamp_jax", packages=("polyamp_jax",)),
+    ApiPage("keras", "polyamp_keras", packages=("polyamp_keras",)),
 )
 
 

@@ -18,6 +18,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = (
     *("polyamp", "polyamp.losses", "polyamp.schedules", "polyamp.porting", "polyamp.parity"),
     *("polyamp_torch", "polyamp_torch.lightning", "polyamp_torch.accelerate", "polyamp_tensorflow", "polyamp_jax"),
+    "polyamp_keras",
 )
 _INTERFACES: Final = ("Spec",)
 """Base classes whose members are for whoever writes a class of that kind; guides describe them."""

@@ -18,7 +18,7 @@ import pytest
 import polyamp
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("polyamp", "polyamp_jax", "polyamp_tensorflow", "polyamp_torch")
+PACKAGES = ("polyamp", "polyamp_jax", "polyamp_keras", "polyamp_tensorflow", "polyamp_torch")
 
 
 @pytest.fixture(scope="module")

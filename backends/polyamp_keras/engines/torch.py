@@ -151,8 +151,15 @@ def check_fit(jit_compile: Any) -> None:
     """Raise for ways of running `fit` that polyamp does not support.
 
     Raises:
-        UnsupportedError: `jit_compile=True`.
+        UnsupportedError: `jit_compile=True`, or several processes.
     """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UnsupportedError(
+            "polyamp does not train Keras models on torch in several processes: each would decide on its own whether "
+            f"to skip. Received: torch.distributed with {distributed.get_world_size()} processes. Use Keras on "
+            "TensorFlow under tf.distribute, or a torch model with polyamp.train_step."
+        )
     if jit_compile is True:
         raise UnsupportedError(
             "jit_compile=True on Keras's torch backend gives the whole step, callbacks' state and all, to torch.compile"

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Final
 import keras
 
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp_keras.compat import layer_classes
 from polyamp_keras.interrupts import close_stale_blocks
 from polyamp_keras.models.keras_serialization import ModelSetting, add_setting, remove_setting
 from polyamp_keras.models.layers import is_built, is_layer
@@ -27,6 +29,9 @@ from polyamp_keras.precision.saved_layer_dtypes import layer_dtypes_from_rows, l
 
 APPLIED_BY_COMPILE: Final = "_polyamp_applied_by_compile"
 """Attribute of a model: the policy that `compile` applied, which the next `compile` removes."""
+
+_FOREIGN_LAYERS: Final = layer_classes("TorchModuleWrapper JaxLayer FlaxLayer")
+"""Layers with a model of the framework itself inside."""
 
 
 def dtype_policy(policy: Policy | str) -> Any:
@@ -219,10 +224,17 @@ def resolve_policy(model: Any, policy: Policy) -> ResolvedPolicy:
     Overrides are matched once the model is built; until then the plan has none.
 
     Raises:
-        UnsupportedError: dtypes without a Keras policy, or `op_rules` for what a layer computes inside.
+        UnsupportedError: dtypes without a Keras policy, `op_rules` for what a layer computes inside, or a layer with
+            a model of the framework itself inside that would run in 16 bits.
         PolicyError: an override or a rule matches no layer, or sets a softmax head to 16 bits.
     """
     check_keras_dtypes(policy)
     plan = resolve_layer_policy(model, policy) if is_built(model) else policy.replace(overrides={}).plan()
-    choose_layer_dtypes(model, plan)
+    for choice in choose_layer_dtypes(model, plan):
+        if isinstance(choice.target, _FOREIGN_LAYERS) and choice.dtype in HALF_DTYPES:
+            raise UnsupportedError(
+                f"layer {choice.path!r} is a {type(choice.target).__name__}: a policy of Keras's does not reach the "
+                f"framework's own code in it. Received: {choice.dtype}. Keep it in float32: Policy(..., overrides="
+                f"{{{choice.path!r}: 'float32'}})."
+            )
     return plan

@@ -56,7 +56,6 @@ def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
     return LossScaleOptimizer(options.pop("optimizer"), scaler, **options)
 
 
-@keras.saving.register_keras_serializable(package="polyamp")
 class LossScaleOptimizer(ScaledOptimizer):  # type: ignore[misc]  # Keras is untyped
     """Wrapper of a Keras optimizer that scales the loss, and unscales, checks and clips the gradients.
 
@@ -217,3 +216,7 @@ class LossScaleOptimizer(ScaledOptimizer):  # type: ignore[misc]  # Keras is unt
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Raise: this form of `apply` exists only for Keras on JAX."""
         raise UnsupportedError("stateless_apply is for Keras on JAX. On TensorFlow call apply(grads, variables).")
+
+
+if keras.config.backend() == "tensorflow":  # elsewhere the name in files is that of polyamp_keras's class
+    keras.saving.register_keras_serializable(package="polyamp")(LossScaleOptimizer)

@@ -37,8 +37,10 @@ def require_tensorflow() -> None:
     """
     if keras.config.backend() != "tensorflow":
         raise UnsupportedError(
-            "polyamp trains Keras models on TensorFlow. Received: Keras on its "
-            f"{keras.config.backend()!r} backend. Set KERAS_BACKEND=tensorflow before Keras is imported."
+            "polyamp.init, train_step, value_and_grad, autocast and refresh are for Keras on TensorFlow. Received: "
+            f"Keras on its {keras.config.backend()!r} backend. There use fit or a loop of your own, with "
+            "polyamp_keras.compile, guard, LossScaleOptimizer and apply_policy; or set KERAS_BACKEND=tensorflow before "
+            "Keras is imported."
         )
 
 

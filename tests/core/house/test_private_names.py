@@ -23,6 +23,8 @@ DOORS_OF_ROOMS = {
     ("polyamp_torch", "distributed", DOOR),
     ("precision", "torch_only", DOOR),
     ("observe", "torch_only", DOOR),
+    ("polyamp_keras", "engines", "tensorflow_compat.py"),
+    ("polyamp_keras", "engines", "torch_compat.py"),
     ("polyamp_jax", "models", "flax_compat.py"),
     ("polyamp_jax", "models", "library_compat.py"),
 }
@@ -31,6 +33,7 @@ FRAMEWORKS = {
     "polyamp_jax": ("jax", "jaxlib", "flax", "optax", "equinox", "haiku"),
     "polyamp_torch": ("torch", "accelerate", "lightning"),
     "polyamp_tensorflow": ("tensorflow", "tf", "keras"),
+    "polyamp_keras": ("keras", "tensorflow", "tf", "torch", "jax"),
 }
 """Backend package -> the roots of what it builds on. A backend is added here when its `compat.py` is the only door."""
 PUBLIC = {"_asdict", "_fields", "_field_defaults", "_make", "_replace"}
@@ -136,8 +139,9 @@ def _of_self(node: ast.AST) -> bool:
 
 @functools.cache
 def inherited_names(package: str) -> set[str]:
-    """The private names that any module of a backend's package defines."""
-    paths = sorted((ROOT / "backends" / package).rglob("*.py"))
+    """The private names that any module of a backend's package defines, or of the package that it builds on."""
+    packages = (package, "polyamp_keras") if package == "polyamp_tensorflow" else (package,)
+    paths = sorted(path for each in packages for path in (ROOT / "backends" / each).rglob("*.py"))
     return set().union(*(own_names(ast.parse(path.read_text())) for path in paths))
 
 

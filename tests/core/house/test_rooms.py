@@ -57,6 +57,8 @@ SHARED: dict[str, tuple[str, ...]] = {
     "porting/training_states": ("{}StateConverter",),
 }
 """What every backend has, under these names, with its exports; {} is `Torch`, `TensorFlow`, `Jax`."""
+STANDS_IN: dict[str, str] = {"polyamp_tensorflow": "polyamp_keras"}
+"""Backend -> the package that has those of its files which Keras on every backend shares."""
 PREFIXES = {"polyamp_torch": "Torch", "polyamp_tensorflow": "TensorFlow", "polyamp_jax": "Jax"}
 
 MISSING: dict[tuple[str, str], str] = {}
@@ -86,6 +88,15 @@ CORE_FLOORS = (
     ("conformance", "demo", "reference"),
     ("cli",),
     ("__main__",),
+)
+KERAS_FLOORS = (
+    ("compat", "arrays", "interrupts"),
+    ("engines",),  # a module per Keras backend, alike
+    ("engine",),
+    ("models",),
+    ("precision",),
+    ("own_loop",),
+    ("",),
 )
 BACKEND_FLOORS = (
     ("compat", "arrays", "interrupts"),
@@ -225,6 +236,13 @@ def upward(edges: Graph, floors: Iterable[Iterable[str]]) -> list[tuple[str, str
 PACKAGES = {"polyamp": (ROOT / "polyamp", CORE_FLOORS)} | {
     name: (ROOT / "backends" / name, BACKEND_FLOORS) for name in BACKENDS
 }
+PACKAGES["polyamp_keras"] = (ROOT / "backends" / "polyamp_keras", KERAS_FLOORS)
+
+
+def shared_file(backend: str, name: str) -> Path:
+    """The file of a backend, or that of the package which has it for several of Keras's backends."""
+    path = ROOT / "backends" / backend / f"{name}.py"
+    return path if path.exists() else ROOT / "backends" / STANDS_IN.get(backend, backend) / f"{name}.py"
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -234,7 +252,7 @@ def test_a_concept_that_the_backends_share_has_the_same_place(
 ) -> None:
     if (backend, name) in MISSING:
         request.applymarker(pytest.mark.xfail(strict=True, reason=MISSING[backend, name]))
-    tree = ast.parse((ROOT / "backends" / backend / f"{name}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(shared_file(backend, name).read_text(encoding="utf-8"))
     exported = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert {each.format(PREFIXES[backend]) for each in SHARED[name]} <= exported
 
@@ -246,6 +264,9 @@ def test_a_concept_that_the_backends_share_has_the_same_place(
 def test_the_files_of_a_room_are_the_same_in_all_backends(room: str, least: float) -> None:
     """What one framework alone needs stands in a folder of its own."""
     names = [{path.name for path in (ROOT / "backends" / each / room).glob("*.py")} for each in BACKENDS]
+    for found, backend in zip(names, BACKENDS, strict=True):
+        shared = (name for name in SHARED if name.startswith(f"{room}/") and shared_file(backend, name).exists())
+        found.update(f"{name.rpartition('/')[2]}.py" for name in shared)
     assert len(set.intersection(*names)) >= least * len(set.union(*names))
 
 

@@ -261,4 +261,5 @@ def _jit_compile(model: Any, plan: ResolvedPolicy, jit_compile: bool | str | Non
     return True if needs_xla([plan], model.trainable_variables, stacklevel=3) else "auto"
 
 
-SavedGuard.guard_model = staticmethod(_install_guard)
+if keras.config.backend() == "tensorflow":  # elsewhere a file's guard is that of polyamp_keras
+    SavedGuard.guard_model = staticmethod(_install_guard)

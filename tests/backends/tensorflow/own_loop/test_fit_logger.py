@@ -14,8 +14,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import polyamp
 from polyamp.errors import LossScaleError
-from polyamp_tensorflow import compile as compile_model
 from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger
+from polyamp_tensorflow import compile as compile_model
 
 
 def fit(callbacks: list[Any], *, verbose: int = 0) -> Any:

@@ -1,0 +1,50 @@
+"""Tests of Keras models on every Keras backend: a process has the one of KERAS_BACKEND (`tests/run.py`)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import polyamp_keras
+
+IMPORTED_TENSORFLOW = "tensorflow" in sys.modules  # before a test: Keras's own `fit` imports it where it is installed
+
+
+@pytest.fixture
+def backend() -> str:
+    """The Keras backend of this process."""
+    return str(keras.config.backend())
+
+
+@pytest.fixture
+def imported_tensorflow() -> bool:
+    """Whether importing polyamp_keras imported TensorFlow."""
+    assert polyamp_keras.__all__
+    return IMPORTED_TENSORFLOW
+
+
+@pytest.fixture
+def batches() -> tuple[Any, Any]:
+    """Four batches of eight rows, of which the second overflows."""
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    x[8] = np.inf
+    return x, np.zeros((32, 3), "float32")
+
+
+@pytest.fixture
+def model() -> Any:
+    """A small network with BatchNorm and seeded dropout."""
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, "gelu", name="hidden"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(0.1, seed=1),
+            keras.layers.Dense(3, name="out"),
+        ]
+    )

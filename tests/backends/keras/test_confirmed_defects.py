@@ -1,0 +1,161 @@
+"""Defects of Keras's own `LossScaleOptimizer`: each is shown on Keras, and its absence here, on this Keras backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import polyamp
+import polyamp_keras
+
+SGD = keras.optimizers.SGD
+
+
+def keras_scaler(**options: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(SGD(0.1), **options)
+
+
+def polyamp_scaler(**options: Any) -> Any:
+    return polyamp_keras.LossScaleOptimizer(SGD(0.1), polyamp.LossScaler(**options))
+
+
+def values(variables: Any) -> list[Any]:
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
+def fit(model: Any, optimizer: Any, x: Any, y: Any, *, guarded: bool, batch_size: int = 8) -> None:
+    model.compile(optimizer, "mse", auto_scale_loss=False)
+    if guarded:
+        polyamp_keras.guard(model)
+    model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_s12_a_skipped_step_leaves_running_statistics(model: Any, batches: Any, ours: bool) -> None:
+    x = np.full((8, 4), np.inf, "float32")
+    before = values(model.layers[1].non_trainable_variables)
+    fit(model, polyamp_scaler() if ours else keras_scaler(), x, batches[1][:8], guarded=ours)
+    after = values(model.layers[1].non_trainable_variables)
+    assert all(map(np.array_equal, before, after)) is ours
+    assert np.isfinite(after[0]).all() == ours
+
+
+def apply(optimizer: Any, variable: Any, gradient: float) -> None:
+    optimizer.scale_loss(keras.ops.ones(()))
+    optimizer.apply([keras.ops.full((2,), gradient)], [variable])
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_s15_many_overflows_leave_a_scale_that_the_next_good_step_can_divide_by(ours: bool) -> None:
+    variable = keras.Variable([1.0, 1.0])
+    least = 2.0**-148
+    optimizer = polyamp_scaler(init_scale=2.0, patience=100) if ours else keras_scaler(initial_scale=least)
+    for _ in range(3):
+        apply(optimizer, variable, np.inf)
+    assert float(optimizer.dynamic_scale) == (1.0 if ours else 0.0)
+    apply(optimizer, variable, 0.0)
+    assert np.isfinite(values([variable])[0]).all() == ours
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_s15_the_scale_does_not_grow_to_infinity(ours: bool) -> None:
+    variable = keras.Variable([1.0, 1.0])
+    most = polyamp.LossScaler().max_scale
+    optimizer = (
+        polyamp_scaler(init_scale=most, growth_interval=1)
+        if ours
+        else keras_scaler(initial_scale=2.0**127, dynamic_growth_steps=1)
+    )
+    apply(optimizer, variable, 0.0)
+    assert float(optimizer.dynamic_scale) == (most if ours else np.inf)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_s08_an_overflow_drops_the_window_and_no_micro_batch_alone(ours: bool) -> None:
+    """Keras's accumulation goes on without the micro-batch, so that an update is of two different windows."""
+    variable = keras.Variable([1.0, 1.0])
+    if ours:
+        optimizer = polyamp_keras.LossScaleOptimizer(SGD(0.1), polyamp.LossScaler(init_scale=1.0), accumulate_steps=2)
+    else:
+        inner = SGD(0.1, gradient_accumulation_steps=2)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+    for gradient in (1.0, np.inf, 3.0):
+        apply(optimizer, variable, gradient)
+    moved = not np.array_equal(values([variable])[0], [1.0, 1.0])
+    assert moved is not ours  # the third begins a window here, and ends the first one in Keras
+    if ours:
+        apply(optimizer, variable, 5.0)
+        np.testing.assert_allclose(values([variable])[0], 1.0 - 0.1 * (3.0 + 5.0) / 2)
+        assert (optimizer.skipped_steps, int(optimizer.micro_step)) == (1, 0)
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="the other backends run a compiled step")
+def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of a scalar on the host is `_local_scalar_dense`; the engine reads flags where that does not wait, on the
+    CPU, so that the way of a GPU is asked for."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        """Mode that counts reads."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._local_scalar_dense.default:
+                reads.append(function)
+            return function(*args, **(kwargs or {}))
+
+    from polyamp_keras.engine import ENGINE
+
+    monkeypatch.setattr(ENGINE, "read_without_wait", lambda flag: None)
+    counts = []
+    for optimizer in (keras_scaler(), polyamp_scaler()):
+        variable = keras.Variable([1.0, 1.0])
+        optimizer.build([variable])
+        reads.clear()
+        with Reads():
+            for gradient in (1.0, 1.0, np.inf):
+                apply(optimizer, variable, gradient)
+        counts.append(len(reads))
+    assert counts[0] >= 6
+    assert counts[1] == 0
+
+
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="a loop of stateless_apply is JAX's")
+def test_a_jax_loop_of_ones_own_skips_whole_steps(model: Any, batches: Any) -> None:
+    import jax
+
+    x, y = batches
+    optimizer = polyamp_keras.LossScaleOptimizer(keras.optimizers.Adam(1e-2), polyamp.LossScaler(init_scale=64.0))
+    optimizer.build(model.trainable_variables)
+
+    def loss_fn(weights: Any, others: Any, state: Any, x: Any, y: Any) -> Any:
+        output, others = model.stateless_call(weights, others, x, training=True)
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
+            return optimizer.scale_loss(keras.ops.mean(keras.ops.square(output - y))), others
+
+    @jax.jit
+    def step(weights: Any, others: Any, state: Any, x: Any, y: Any) -> Any:
+        grads, after = jax.grad(loss_fn, has_aux=True)(weights, others, state, x, y)
+        weights, state = optimizer.stateless_apply(state, grads, weights)
+        others, state = optimizer.stateless_keep_statistics(model, others, after, state)
+        return weights, others, state
+
+    state = [
+        [variable.value for variable in each]
+        for each in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    ]
+    first = step(*state, x[:8], y[:8])
+    second = step(*first, x[8:16], y[8:16])
+    names = [variable.path for variable in model.non_trainable_variables]
+    for old, new in ((first[0], second[0]), (first[2][-18:], second[2][-18:])):
+        assert all(map(np.array_equal, old, new))  # weights, and the inner optimizer's moments and count
+    same = [np.array_equal(old, new) for old, new in zip(first[1], second[1], strict=True)]
+    assert same == ["seed" not in name for name in names]
+    for variable, value in zip(optimizer.variables, second[2], strict=True):
+        variable.assign(value)
+    assert (float(optimizer.dynamic_scale), optimizer.skipped_steps, int(optimizer.iterations)) == (32.0, 1, 1)
