@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import keras
 
@@ -44,6 +44,51 @@ class KerasEngine(Protocol):
     def matmul_precision(self, setting: str | None, /) -> AbstractContextManager[None]:
         """Return a context manager with the precision of float32 products (`Policy.float32_matmul`)."""
 
+    def to_dense(self, gradient: Any, like: Any, /) -> Any:
+        """Return the gradient of a variable as a dense tensor."""
 
-ENGINE: Final[Any] = importlib.import_module(f"polyamp_keras.engines.{keras.config.backend()}")
-"""The `KerasEngine` of the current backend. A module has the protocol's functions as they are."""
+    def kernel_update(self, spec: Any, rate: Any, counts: Any, /) -> Any:
+        """Return the framework's own update of a parameter by a spec, a function; None if it has none."""
+
+    def write_fit_state(self, model: Any, /) -> None:
+        """Write the values of the last step of `fit` to the model's variables, if they are kept elsewhere."""
+
+
+class StepEngine(KerasEngine, Protocol):
+    """What a step and `fit` need beyond that. TensorFlow's are in `polyamp_tensorflow`, and its engine has none."""
+
+    COUNTS_LOSS_DIVISORS: bool
+    """Whether the divisor of a loss, which is known in `compute_loss`, can reach `apply`."""
+    KEEPS_FIT_STATE: bool
+    """Whether `fit` keeps the values of the variables in a state of its own while it runs."""
+
+    def no_gradients(self) -> AbstractContextManager[None]:
+        """Return a context manager in which nothing is recorded for a backward pass."""
+
+    def is_traced(self, value: Any, /) -> bool:
+        """Return whether a value belongs to a trace, so that it has no numbers."""
+
+    def read_without_wait(self, flag: Any, /) -> bool | None:
+        """Return a boolean scalar on the host; None if reading it would wait for a device, or in a trace."""
+
+    def read_vector(self, values: Any, /) -> Any:
+        """Return the elements of a vector on the host, which may wait; None in a trace."""
+
+    def copy_value(self, variable: Any, /) -> Any:
+        """Return a Keras variable's value, which later writes do not change."""
+
+    def global_norm_and_finite(self, gradients: Sequence[Any], /) -> tuple[Any, Any, Any]:
+        """Return the global L2 norm, whether all gradients are finite, and each one's largest magnitude, a vector."""
+
+    def check_fit(self, jit_compile: Any, /) -> None:
+        """Raise for ways of running `fit` that polyamp does not support."""
+
+    def guarded_train_step(self, model: Any, step: Any, scaled: type[Any], count: Any, /) -> Callable[..., Any]:
+        """Return a `train_step` that restores running statistics after a skipped update."""
+
+    def store_fit_state(self, model: Any, result: Any, /) -> None:
+        """Write what a train function returned to the model's variables, if `KEEPS_FIT_STATE`."""
+
+
+ENGINE: Final = cast("StepEngine", importlib.import_module(f"polyamp_keras.engines.{keras.config.backend()}"))
+"""The engine of the current backend: a module, whose functions are those of the protocol."""

@@ -105,7 +105,7 @@ class KerasLossScaleOptimizer(ScaledOptimizer):  # type: ignore[misc]  # Keras i
     def save_own_variables(self, store: Any) -> None:
         """Save the variables as in Keras, without the statistics at the start of an accumulation."""
         for index, variable in enumerate(super().variables):
-            store[str(index)] = keras.ops.convert_to_numpy(variable)
+            store[str(index)] = keras.ops.convert_to_numpy(native_variable(variable))
 
     def load_own_variables(self, store: Any) -> None:
         """Load the variables as in the base class. The statistics at the start of an accumulation are then unknown."""

@@ -75,8 +75,9 @@ def _run_inner(call: ApplyCall, unscaled: list[Any], norm: Any) -> None:
     """Clip the gradients and run the inner optimizer. Unused variables and their state do not change (S23)."""
     optimizer, inner = call.optimizer, call.optimizer.inner_optimizer
     unused = {id(variable) for variable in _never_used(call)}
-    pairs = [(v, g) for v, g in zip(call.variables, unscaled, strict=True) if id(v) not in unused]
-    variables, gradients = [variable for variable, _ in pairs], [gradient for _, gradient in pairs]
+    known = {id(v): g for v, g in zip(call.variables, unscaled, strict=True) if id(v) not in unused}
+    variables = call.all_variables
+    gradients = [known.get(id(variable)) for variable in variables]  # Keras warns of those that are None
     limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value, optimizer.clip_eps)
     sets = [clip.ClipSet(limits, tuple(range(len(variables))))]
     if isinstance(inner, SpecOptimizer):

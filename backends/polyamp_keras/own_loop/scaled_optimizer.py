@@ -128,7 +128,7 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     @property
     def skipped_steps(self) -> int:
         """Number of skipped updates. Reading it waits for the device."""
-        return int(keras.ops.convert_to_numpy(self._state.scale.skipped))
+        return int(keras.ops.convert_to_numpy(native_variable(self._state.scale.skipped)))
 
     @property
     def micro_step(self) -> Any:
@@ -157,7 +157,7 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             LossScaleStuckError: `patience` consecutive updates were skipped at the minimum scale.
         """
-        skips = int(keras.ops.convert_to_numpy(self._state.scale.stuck))
+        skips = int(keras.ops.convert_to_numpy(native_variable(self._state.scale.stuck)))
         check_stuck(skips, self.scaler, self.not_finite, where="the model or the loss")
 
     @contextlib.contextmanager

@@ -39,4 +39,4 @@ def test_the_blocks_run(model: Any, batches: Any, backend: str) -> None:
             variable.assign(value)
     if backend != "tensorflow":
         assert (float(optimizer.dynamic_scale), optimizer.skipped_steps, int(optimizer.iterations)) == (32.0, 1, 1)
-        assert all(np.isfinite(keras.ops.convert_to_numpy(variable)).all() for variable in model.variables)
+        assert all(np.isfinite(keras.ops.convert_to_numpy(variable.value)).all() for variable in model.variables)

@@ -124,7 +124,8 @@ def _no_bias_correction(backend: str) -> list[Any]:
                 slots["step"].fill_(1e6)
 
         return [mock.patch.object(made, "_initialize_slots", fill)]
-    here = _module(backend, "arrays").XP
+    home = "polyamp_keras.engines.tensorflow" if backend == "polyamp_tensorflow" else f"{backend}.arrays"
+    here = importlib.import_module(home).XP
     kind = optimizers.AdamW
     corrections_of = kind.corrections
 
@@ -135,7 +136,7 @@ def _no_bias_correction(backend: str) -> list[Any]:
 
     found = [mock.patch.object(kind, "corrections", corrections)]
     if backend == "polyamp_tensorflow":  # whose kernels make them by themselves
-        kernels = _module(backend, "step.tensorflow_only.optimizer_kernels")
+        kernels = importlib.import_module("polyamp_keras.engines.tensorflow_kernels")
         found.append(mock.patch.object(kernels, "_one_minus_power", lambda beta, counts: 1.0 + 0.0 * counts))
     return found
 

@@ -376,7 +376,7 @@ def test_float32_matmul_holds_while_a_function_runs() -> None:
             RecipeError,
             r"SGD\(loss_scale_factor=2.0\)",
         ),
-        (lambda: guard(make_model()), LossScaleError, "must be compiled with a polyamp_tensorflow.LossScaleOptimizer"),
+        (lambda: guard(make_model()), LossScaleError, "must be compiled with polyamp's LossScaleOptimizer"),
     ],
 )
 def test_what_is_refused(make: Callable[[], Any], kind: type[PolyampError], message: str) -> None:
