@@ -37,7 +37,7 @@ class KerasLossScaleOptimizer(ScaledOptimizer):  # type: ignore[misc]  # Keras i
     It is `polyamp_keras.LossScaleOptimizer` where Keras runs on torch or JAX, and a
     `keras.optimizers.LossScaleOptimizer`, so that `model.compile` does not wrap it again. A step with non-finite
     gradients does not change the inner optimizer (moments, count, schedule, moving average) or the parameters (decay,
-    constraints). `keep_statistics` does the same for running statistics. No step waits for the device.
+    constraints). `keep_statistics` does the same for running statistics. It adds no wait for the device to a step.
 
     Args:
         inner_optimizer: a Keras optimizer or one of polyamp's specs. Its `clipnorm`, `clipvalue` or `global_clipnorm`

@@ -87,15 +87,15 @@ def _run_inner(call: ApplyCall, unscaled: list[Any], norm: Any) -> None:
         return ENGINE.global_norm_and_finite([gradients[place] for place in places])[0]
 
     averages = [
-        (average, ENGINE.copy_value(average))
+        (average, ENGINE.copy_value(average), keras.ops.equal(native_variable(member.iterations), 0))
         for member in optimizer_members(inner)
         if unused and getattr(member, "use_ema", False)
         for variable, average in moving_averages(member)
         if id(variable) in unused
     ]
     inner.apply(clip.clip_gradients(sets, gradients, norm, norm_of, ENGINE.XP), variables)
-    for average, value in averages:
-        average.assign(value)
+    for average, value, is_first in averages:  # the first update sets an average to the parameter
+        average.assign(keras.ops.where(is_first, native_variable(average), value))
 
 
 def _never_used(call: ApplyCall) -> list[Any]:
