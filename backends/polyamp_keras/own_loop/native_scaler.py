@@ -31,7 +31,7 @@ WIDE_LOSS_CODE: Final = "loss = keras.ops.mean(keras.ops.square(keras.ops.cast(x
 
 
 @keras.saving.register_keras_serializable(package="polyamp", name="LossScaleOptimizer")
-class KerasLossScaleOptimizer(ScaledOptimizer):  # type: ignore[misc]  # Keras is untyped
+class KerasLossScaleOptimizer(ScaledOptimizer):
     """Wrapper of a Keras optimizer that scales the loss, and unscales, checks and clips the gradients.
 
     It is `polyamp_keras.LossScaleOptimizer` where Keras runs on torch or JAX, and a

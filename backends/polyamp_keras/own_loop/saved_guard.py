@@ -43,7 +43,7 @@ class SavedGuard(ModelSetting):
     def install(self, model: Any) -> None:
         """Guard a model that Keras has compiled, unless its class overrides `compile`."""
         if isinstance(getattr(model, "optimizer", None), ScaledOptimizer):
-            self.guard_model(model, self._precision)
+            SavedGuard.guard_model(model, self._precision)
             seeds = self._seeds or {}
             for name, variable in seed_variables(model).items():
                 if name in seeds:

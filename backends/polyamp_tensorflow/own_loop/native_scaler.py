@@ -56,7 +56,7 @@ def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
     return LossScaleOptimizer(options.pop("optimizer"), scaler, **options)
 
 
-class LossScaleOptimizer(ScaledOptimizer):  # type: ignore[misc]  # Keras is untyped
+class LossScaleOptimizer(ScaledOptimizer):
     """Wrapper of a Keras optimizer that scales the loss, and unscales, checks and clips the gradients.
 
     It is a `keras.optimizers.LossScaleOptimizer`, so that `model.compile` does not wrap it again. A step with
