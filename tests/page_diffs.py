@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,26 @@ def one_side(diff: str, sign: str) -> str:
     return "".join(line[1:] if line[0] != "\n" else line for line in lines if line[0] in (sign, " ", "\n"))
 
 
-def run_side(page: str, sign: str, names: dict[str, Any] | None = None, **changes: str) -> dict[str, Any]:
+def run_side(
+    page: str, sign: str, names: Mapping[str, Any] | None = None, replace: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run the Python blocks of a page and one side of its diffs, in one module's names, which are returned.
 
     Args:
         page: the page's name, without `.md`.
         sign: "-" for the script before, "+" for the one after.
         names: what the script takes from elsewhere.
-        **changes: name -> value of an assignment at the beginning of a line, to be put in place of the page's value.
+        replace: text of a block -> text in its place. The blocks of the page must contain it.
     """
     scope: dict[str, Any] = {"__name__": page, **(names or {})}
+    found: set[str] = set()
     for language, text in page_blocks(page):
         if language not in ("python", "diff"):
             continue
         code = one_side(text, sign) if language == "diff" else text
-        for name, value in changes.items():
-            code = re.sub(rf"^{name} = .*$", f"{name} = {value}", code, flags=re.MULTILINE)
+        for old, new in (replace or {}).items():
+            found.update({old} if old in code else ())
+            code = code.replace(old, new)
         exec(compile(code, f"docs/guides/{page}.md ({sign})", "exec"), scope)
+    assert found == set(replace or {})
     return scope
