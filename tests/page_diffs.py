@@ -54,6 +54,6 @@ def run_side(
         for old, new in (replace or {}).items():
             found.update({old} if old in code else ())
             code = code.replace(old, new)
-        exec(compile(code, f"docs/guides/{page}.md ({sign})", "exec"), scope)
+        exec(compile(code, f"docs/guides/{page}.md ({sign})", "exec", dont_inherit=True), scope)
     assert found == set(replace or {})
     return scope
