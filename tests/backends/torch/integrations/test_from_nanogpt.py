@@ -109,5 +109,5 @@ def test_the_learning_rate_of_every_step_is_nanogpts() -> None:
 def test_without_the_page_s_origin_the_weights_are_far_away() -> None:
     """A warmup that begins at a rate of 0 is another training."""
     before = run_side(PAGE, "-", names("float32"))
-    after = run_side(PAGE, "+", names("float32"), replace={", origin=-1)": ")"})
+    after = run_side(PAGE, "+", names("float32"), replace={", origin=-1": ""})
     assert distance(before["model"], after["state"].model) > 1e-3
