@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4]
-GUIDES = ("jax_autocast", "jax_loop", "jax_models")
+GUIDES = ("equinox", "jax_autocast", "jax_loop", "jax_models")
 
 
 def blocks(guide: str) -> list[tuple[str, str]]:
