@@ -29,10 +29,10 @@ def main() -> int:
     source, html = OUT / "source", OUT / "html"
     shutil.rmtree(html, ignore_errors=True)  # or pages that are gone would stay
     SourceTree(source).write()
+    fill_tables(source / "reference" / f"{name}.md" for name in ("optimizers", "schedules"))
     write_api_pages(source / "reference" / "api")
     write_commands(source / "reference" / "commands.md")
     write_rules(source / "reference" / "rules.md")
-    fill_tables(source / "reference" / f"{name}.md" for name in ("optimizers", "schedules"))
     arguments = ["--fail-on-warning", "--fresh-env", "--conf-dir", str(DOCS), "--quiet"]
     if sphinx_build([*arguments, "--doctree-dir", str(OUT / "doctrees"), str(source), str(html)]):
         return 1
