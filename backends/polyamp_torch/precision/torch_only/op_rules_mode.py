@@ -22,6 +22,7 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, open_mode_count, open_modes, push_mode
 from polyamp_torch.precision.op_list import FUNCTIONS_WITHOUT_DISPATCH, copy_without_dispatch
 from polyamp_torch.precision.torch_only import activation_checkpointing
+from polyamp_torch.precision.torch_only.float8_products import FLOAT8_RULES, find_product, multiply
 from polyamp_torch.precision.torch_only.float32_function_mode import remove_mode
 from polyamp_torch.precision.torch_only.op_rules import (
     ENTER,
@@ -102,6 +103,8 @@ class OpRulesMode(TorchFunctionMode):
             return body(*args, **kwargs)
 
     def _apply_rule(self, name: str, rule: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if rule in FLOAT8_RULES:
+            return self._multiply(name, rule, func, args, kwargs)
         operands = _floating_tensors((*args, *kwargs.values()), self.device_type)
         if not operands or any(x.dtype not in _AUTOCAST_DTYPES for x in operands) or leaves_alone(func, args, kwargs):
             return func(*args, **kwargs)
@@ -116,6 +119,23 @@ class OpRulesMode(TorchFunctionMode):
         try:
             with TorchAutocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
+        finally:
+            RUNNING_RULE.word = outer
+
+    def _multiply(self, name: str, rule: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a product in 8 bits (S36), or in the compute dtype where the rule does not cover it."""
+        product = find_product(name, self.device_type, args, kwargs)
+        if product is None:
+            return func(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(self.device_type)
+        if torch.compiler.is_compiling():
+            with TorchAutocast(self.device_type, enabled=False):
+                return multiply(product, dtype, rule)
+        self._carry_into_checkpoint()
+        outer, RUNNING_RULE.word = RUNNING_RULE.word, "float8"
+        try:
+            with TorchAutocast(self.device_type, enabled=False):
+                return multiply(product, dtype, rule)
         finally:
             RUNNING_RULE.word = outer
 
