@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import advance, batch, flat_weights, layers, loss_fn, recipe, split_rows, to_float
+from polyamp.conformance.problems import advance, batch, flat_weights, layers, recipe, split_rows, to_float
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import UnsupportedError

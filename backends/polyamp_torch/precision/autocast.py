@@ -28,6 +28,7 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import (
     innermost_region,
     weak_owner_reference,
 )
+from polyamp_torch.precision.torch_only.float8_products import region_rules
 from polyamp_torch.precision.torch_only.float32_islands import (
     backward_islands,
     capture_autocast_state,
@@ -36,7 +37,6 @@ from polyamp_torch.precision.torch_only.float32_islands import (
     islands,
     restore_autocast_state,
 )
-from polyamp_torch.precision.torch_only.float8_products import region_rules
 from polyamp_torch.precision.torch_only.op_rules import RuleChanges, check_op_rules, region_changes, rule_changes
 from polyamp_torch.precision.torch_only.op_rules_mode import (
     check_traced_rules,

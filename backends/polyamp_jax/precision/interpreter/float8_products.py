@@ -144,7 +144,8 @@ def quantize(x: Any, form: str) -> Codes:
         x: floats of any shape, at least one.
         form: "float8_e4m3fn" or "float8_e5m2".
     """
-    largest = jax.lax.bitcast_convert_type(_largest_magnitude(x.astype(jnp.float32)), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    largest = _largest(bits)  # of integers: XLA's largest float on a CPU is not NaN where one is
     exponent, fraction = (largest >> 23) & 0xFF, largest & 0x7FFFFF
     above = (fraction > 0x600000).astype(jnp.int32)  # beyond 1.75, the significand of both formats' largest number
     k = jnp.minimum(LARGEST_EXPONENTS[form] + 127 - exponent - above, LARGEST_SCALE_EXPONENT)
@@ -154,14 +155,14 @@ def quantize(x: Any, form: str) -> Codes:
 
 
 @jax.custom_batching.custom_vmap
-def _largest_magnitude(x: Any) -> Any:
-    return jnp.max(jnp.abs(x))
+def _largest(bits: Any) -> Any:
+    return jnp.max(bits)
 
 
-@_largest_magnitude.def_vmap
-def _refuse_vmap(axis_size: int, in_batched: Any, x: Any) -> Any:
+@_largest.def_vmap
+def _refuse_vmap(axis_size: int, in_batched: Any, bits: Any) -> Any:
     """Reject a product inside `jax.vmap`, where every example would have a scale of its own."""
-    del axis_size, in_batched, x
+    del axis_size, in_batched, bits
     raise UnsupportedError(
         "float8: a product under jax.vmap sees one example at a time, and its scale is that of the whole tensor (S36). "
         "Call the model with the whole batch; an equinox model with polyamp.init(..., axis_name='batch'), which maps "

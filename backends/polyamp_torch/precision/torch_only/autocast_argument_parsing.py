@@ -88,7 +88,9 @@ def _policy_arguments(policy: Policy, device_type: str | None, *, enabled: bool)
             f"device_type={device_type!r}: torch finds no such device here. It finds: {', '.join(device_types())}."
         )
     if policy.float8 is not None:
-        raise UnsupportedError("float8 keeps heads in 16 bits, and a region knows no model. Use policy.autocast(model).")
+        raise UnsupportedError(
+            "float8 keeps heads in 16 bits, and a region knows no model. Use policy.autocast(model)."
+        )
     if not OPEN_BLOCKS.bound and (len(policy.overrides) or policy.mode == "cast"):
         what = "overrides name module paths" if len(policy.overrides) else "mode='cast' casts a model's parameters"
         raise UnsupportedError(f"{what}, and a region knows no model. Use policy.autocast(model).")

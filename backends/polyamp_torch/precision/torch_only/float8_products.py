@@ -15,6 +15,7 @@ from torch import nn
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import (
     ACTIVATION_FORMAT,
+    FLOAT8_OVERRIDE,
     GRADIENT_FORMATS,
     LARGEST_EXPONENTS,
     LARGEST_SCALE_EXPONENT,
@@ -24,6 +25,7 @@ from polyamp.recipe.float8 import (
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, is_sharded
 from polyamp_torch.compat import TorchAutocast, assume_constant_result
 from polyamp_torch.precision.torch_only.compat import scaled_product
+from polyamp_torch.precision.torch_only.open_blocks import running_override
 
 FLOAT8_RULES: Final = {
     f"{name}{' emulated' if emulate else ''}": (name, emulate) for name in GRADIENT_FORMATS for emulate in (False, True)
@@ -74,6 +76,15 @@ def region_rules(float8: Float8 | None, device_type: str, rules: tuple[tuple[str
     return (*((name, rule) for name in _OPERATIONS), *rules)
 
 
+def is_same_but_float8(one: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> bool:
+    """Return whether two regions' rules differ in products in 8 bits only."""
+    return _without_float8(one) == _without_float8(other)
+
+
+def _without_float8(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple([each for each in rules if each[1] not in FLOAT8_RULES])
+
+
 def check_device(float8: Float8 | None, device_type: str) -> None:
     """Reject products in 8 bits on a device that has none (S20, S36).
 
@@ -100,6 +111,8 @@ def _has_products(device_type: str) -> bool:
 
 def find_product(name: str, device_type: str, args: Any, kwargs: dict[str, Any]) -> Product | None:
     """Return the product of a call that runs in 8 bits, or None (S36)."""
+    if torch.compiler.is_compiling() and running_override() not in (None, FLOAT8_OVERRIDE):
+        return None  # the region of a module is not always traced; see `op_rules_mode.check_traced_rules`
     if kwargs.get("out") is not None or kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
         return None
     left, right, bias = _operands(name, args, kwargs)
@@ -157,7 +170,7 @@ def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
     gradients, emulate = FLOAT8_RULES[rule]
     x, w, bias, swapped = product
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    out = _Product.apply(rows, w, dtype, gradients, emulate)  # type: ignore[no-untyped-call]  # torch's
+    out = _Product.apply(rows, w, dtype, gradients, emulate)[0]  # type: ignore[no-untyped-call]  # torch's
     if bias is not None:
         out = out + bias.to(dtype)
     shaped: torch.Tensor = out.reshape(*x.shape[:-1], w.shape[0])
@@ -165,19 +178,26 @@ def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Rows times a matrix: y = q(x) q(w)ᵀ, dx = q(g) q(w), dw = q(g)ᵀ q(x)."""
+    """Rows times a matrix: y = q(x) q(w)ᵀ, dx = q(g) q(w), dw = q(g)ᵀ q(x).
+
+    `torch.func` differentiates a function only if what it saves is an output.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, gradients: str, emulate: bool
-    ) -> torch.Tensor:
+    def forward(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, gradients: str, emulate: bool) -> Any:
         left, right = quantize(x, ACTIVATION_FORMAT), quantize(w.to(dtype), ACTIVATION_FORMAT)
-        ctx.save_for_backward(*left, *right)
-        ctx.settings = dtype, gradients, emulate, w.dtype
-        return _multiply_codes(left, Codes(right.numbers.t(), right.exponent), dtype, emulate=emulate)
+        out = _multiply_codes(left, Codes(right.numbers.t(), right.exponent), dtype, emulate=emulate)
+        return out, *left, *right
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, w, dtype, gradients, emulate = inputs
+        ctx.save_for_backward(*output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.settings = dtype, gradients, emulate, w.dtype
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor, *_: Any) -> Any:
         x, x_exponent, w, w_exponent = ctx.saved_tensors
         dtype, gradients, emulate, master = ctx.settings
         with TorchAutocast(g.device.type, enabled=False):
