@@ -109,9 +109,9 @@ def parse_spelling(word: str) -> PolicySpelling:
     for words in DIALECTS.values():
         if word in words:
             return words[word]
-    known = [FLOAT8_WORD, *(name for words in DIALECTS.values() for name in words)]
+    known = [name for words in DIALECTS.values() for name in words]
     raise PolicyError(
-        f"policy must be one of {', '.join(dict.fromkeys(known))}, or a jmp string such as "
+        f"policy must be one of {', '.join(dict.fromkeys([*known, FLOAT8_WORD]))}, or a jmp string such as "
         f"'params=float32,compute=bfloat16,output=float32'. Received: {word!r}.{_spelling_suggestion(word, known)}"
     )
 
@@ -119,7 +119,7 @@ def parse_spelling(word: str) -> PolicySpelling:
 def _spelling_suggestion(word: str, known: list[str]) -> str:
     """Return a suggestion for an unknown word; next to a pure 16-bit policy it also names the mixed one."""
     plain = "".join(letter for letter in word.lower() if letter.isalnum())
-    if plain.startswith(("fp8", "float8", "f8")):
+    if plain.removeprefix("mixed").startswith(("fp8", "float8", "f8")):
         return _OTHER_HINTS["fp8"]
     if plain in _OTHER_HINTS:
         return _OTHER_HINTS[plain]

@@ -20,14 +20,14 @@ from polyamp.reference.tensor import Tensor, cast, tensor
 _FORMATS: Final = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
-class Codes(NamedTuple):
+class QuantizedArray(NamedTuple):
     """Array in 8 bits: `numbers / 2 ** exponent`."""
 
     numbers: Array
     exponent: int
 
 
-def quantize(values: Any, form: str) -> Codes:
+def quantize(values: Any, form: str) -> QuantizedArray:
     """Return `values` times the largest power of two with which the largest magnitude fits `form`, to nearest even.
 
     With infinity or NaN in `values` every number is NaN. Magnitudes below float32's smallest normal number count as 0.
@@ -37,22 +37,23 @@ def quantize(values: Any, form: str) -> Codes:
         form: "float8_e4m3fn" or "float8_e5m2".
 
     Example:
-        >>> quantize(np.array([0.5, -3.0]), "float8_e4m3fn")
-        Codes(numbers=array([64, -384], dtype=float8_e4m3fn), exponent=7)
+        >>> made = quantize(np.array([0.5, -3.0]), "float8_e4m3fn")
+        >>> made.numbers.tolist(), made.exponent
+        ([64.0, -384.0], 7)
     """
     wide = np.asarray(values, np.float32)
     largest = np.abs(wide).max()
     if not np.isfinite(largest):
-        return Codes(np.full(wide.shape, np.nan, _FORMATS[form]), 0)
+        return QuantizedArray(np.full(wide.shape, np.nan, _FORMATS[form]), 0)
     if largest < np.finfo(np.float32).smallest_normal:
-        return Codes(np.zeros(wide.shape, _FORMATS[form]), 0)
+        return QuantizedArray(np.zeros(wide.shape, _FORMATS[form]), 0)
     significand, above = np.frexp(largest)  # the significand is in [0.5, 1)
     exponent = LARGEST_EXPONENTS[form] - (int(above) - 1) - int(2.0 * significand > 1.75)
     exponent = min(exponent, LARGEST_SCALE_EXPONENT)
-    return Codes(np.ldexp(wide, exponent).astype(_FORMATS[form]), exponent)
+    return QuantizedArray(np.ldexp(wide, exponent).astype(_FORMATS[form]), exponent)
 
 
-def multiply_codes(left: Codes, right: Codes, dtype: Any) -> Array:
+def multiply_codes(left: QuantizedArray, right: QuantizedArray, dtype: Any) -> Array:
     """Return the product of two matrices of 8-bit numbers, accumulated in float64 and rounded once to `dtype`."""
     with np.errstate(all="ignore"):
         total = left.numbers.astype(np.float64) @ right.numbers.astype(np.float64)
@@ -80,5 +81,5 @@ def matmul(left: Any, kernel: Any, compute: str, settings: Float8) -> Tensor:
     return Tensor(multiply_codes(rows, columns, dtype), [(x, back_to_x), (w, back_to_kernel)])
 
 
-def _transpose(codes: Codes) -> Codes:
+def _transpose(codes: QuantizedArray) -> QuantizedArray:
     return codes._replace(numbers=codes.numbers.T)

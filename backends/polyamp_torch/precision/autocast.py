@@ -21,7 +21,6 @@ from polyamp_torch.arrays import DTYPES, cast_tree
 from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, skip_compilation
 from polyamp_torch.precision.torch_only.autocast_argument_parsing import RegionError, parse_region_arguments
 from polyamp_torch.precision.torch_only.autocast_region_stack import (
-    OPEN_BLOCKS,
     AutocastRegion,
     RegionSettings,
     close_stale_blocks,
@@ -44,6 +43,7 @@ from polyamp_torch.precision.torch_only.op_rules_mode import (
     current_rules_mode,
     op_rules_region,
 )
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -24,11 +24,12 @@ from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_root_region_open, root_region
 from polyamp_torch.precision.cast_mode import ParameterCasts
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, RegionBlock
+from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock
 from polyamp_torch.precision.torch_only.float8_products import check_device
 from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
 from polyamp_torch.precision.torch_only.op_rules import check_op_rules
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.policy_installation import InstallationBlock, PolicyInstallation
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function, unwrapped_paths
 

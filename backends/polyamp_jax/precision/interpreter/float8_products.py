@@ -27,8 +27,6 @@ from polyamp.recipe.resolved_policy import ModulePrecision
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter.program_value import ProgramValue
 
-_NATIVE_CAPABILITY: Final = (8, 9)
-"""Compute capability from which NVIDIA's GPUs multiply 8-bit floats (docs.nvidia.com/cuda, "Compute Capabilities")."""
 _DTYPES: Final = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
 
@@ -53,26 +51,6 @@ class Codes(NamedTuple):
 
     numbers: jax.Array
     exponent: jax.Array
-
-
-def check_device(float8: Float8 | None) -> None:
-    """Reject products in 8 bits on a device that has none (S20, S36).
-
-    Raises:
-        UnsupportedError: there are none, and the policy does not emulate them.
-    """
-    if float8 is None or float8.emulate:
-        return
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "0"))
-    version = tuple(int(part) for part in capability.split(".") if part.isdigit())
-    if device.platform == "gpu" and version >= _NATIVE_CAPABILITY:
-        return
-    raise UnsupportedError(
-        f"float8: this device ({device.device_kind!r}) multiplies no 8-bit floats; NVIDIA's GPUs of compute capability "
-        "8.9 and later do. Use Policy('mixed_float8', float8=polyamp.Float8(emulate=True)) to compute the same 8-bit "
-        "numbers' products in float32, or Policy('mixed_bfloat16')."
-    )
 
 
 def find_product(

@@ -281,10 +281,8 @@ class Interpreter:
         product = None
         if self.settings.plan.policy.float8 is not None and name == "dot_general" and chosen == self.settings.base:
             product, reason = float8_products.find_product(eqn, operands, self._place(operands, scopes), reason)
-        if product is not None:
-            out = [float8_products.multiply(product, arrays)]
-        else:
-            out = self._bind(eqn, name, operands, arrays, chosen)
+        bound = None if product is None else [float8_products.multiply(product, arrays)]
+        out = self._bind(eqn, name, operands, arrays, chosen) if bound is None else bound
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
         traits = _result_traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")

@@ -16,8 +16,8 @@ from polyamp.recipe.policy_names import DIALECTS
 from polyamp.recipe.resolved_policy import module_precision
 from polyamp_torch.arrays import DTYPES
 from polyamp_torch.compat import is_cuda_autocast_unavailable
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES, device_types
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 _POLICY_BY_DTYPE: Final = {torch.float16: Policy("mixed_float16"), torch.bfloat16: Policy("mixed_bfloat16")}
 """The policy of each dtype in torch's form."""

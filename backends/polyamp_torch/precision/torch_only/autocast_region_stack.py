@@ -233,7 +233,8 @@ def close_stale_blocks() -> None:
 
 def innermost_region(owner: Any) -> RegionBlock | None:
     """Return the innermost region in this thread that an `autocast` object has opened, or None."""
-    for block in reversed(OPEN_BLOCKS.regions):
+    regions: list[RegionBlock] = OPEN_BLOCKS.regions
+    for block in reversed(regions):
         if block.owner is not None and block.owner() is owner:
             return block
     return None

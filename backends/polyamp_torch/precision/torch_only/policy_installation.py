@@ -20,13 +20,9 @@ from polyamp_torch.compat import assume_constant_result, is_in_backward
 from polyamp_torch.precision.autocast import carried, is_region_open, place_region
 from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only import activation_checkpointing
-from polyamp_torch.precision.torch_only.autocast_region_stack import (
-    OPEN_BLOCKS,
-    RegionBlock,
-    autocast_nesting,
-    close_stale_blocks,
-)
+from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock, autocast_nesting, close_stale_blocks
 from polyamp_torch.precision.torch_only.op_rules import rule_changes
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 MethodWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the replacement of a module's method."""
