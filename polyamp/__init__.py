@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from polyamp.recipe import optimizers
     from polyamp.recipe.dialects.dialect_report import DialectReport, dialect_report
     from polyamp.recipe.ema import Ema
+    from polyamp.recipe.float8 import Float8
     from polyamp.recipe.groups import Group, no_decay
     from polyamp.recipe.optimizers import *  # noqa: F403  # every optimizer
     from polyamp.recipe.policy import Policy
@@ -87,6 +88,7 @@ _EXPORTS = {
     "porting.port": ("port",),
     "recipe.dialects.dialect_report": ("DialectReport", "dialect_report"),
     "recipe.ema": ("Ema",),
+    "recipe.float8": ("Float8",),
     "recipe.groups": ("Group", "no_decay"),
     "recipe.policy": ("Policy",),
     "recipe.recipe": ("Recipe",),
@@ -125,6 +127,7 @@ __all__ = [
     "CheckpointError",
     "DialectReport",
     "Ema",
+    "Float8",
     "GradientError",
     "Gradients",
     "Group",

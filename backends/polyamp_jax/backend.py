@@ -64,6 +64,7 @@ class JaxBackend:
     to_numpy = staticmethod(arrays.to_numpy)
     cast = staticmethod(arrays.cast)
     changes_op_rules = True
+    has_float8_products = True
     apply_gradients = staticmethod(steps.apply_gradients)
     export_state = staticmethod(states_.export_arrays)
     import_state = staticmethod(states_.replace_arrays)

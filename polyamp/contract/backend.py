@@ -219,6 +219,14 @@ class HasOperationRules(Protocol):
 
 
 @runtime_checkable
+class HasFloat8Products(Protocol):
+    """Optional protocol: a backend that multiplies activations and parameters in 8 bits (S36)."""
+
+    has_float8_products: bool
+    """Whether it does; True."""
+
+
+@runtime_checkable
 class HasNativeScaler(Protocol):
     """Optional protocol: a backend with a native loss-scaling object, for users with their own training loop."""
 

@@ -74,6 +74,7 @@ class ReferenceBackend:
 
     name = "reference"
     monitors_steps = True
+    has_float8_products = True
     state_type: type[ReferenceState] = ReferenceState
     xp = XP
     losses = ReferenceLosses()
@@ -100,6 +101,8 @@ class ReferenceBackend:
             target = target.model
         if isinstance(target, MLP):
             return PolicyMLP(target, policy.plan(target.module_paths(), backend=self.name)).__call__
+        if policy.float8 is not None:
+            raise UnsupportedError("float8 covers products with the parameters of a model (S36). Pass an MLP.")
         plan = policy.plan()
 
         @functools.wraps(target)

@@ -31,8 +31,8 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP, detach_leaf
 from polyamp_torch.compat import assume_constant_result, module_buffers, module_parameters, tree_flatten, tree_unflatten
 from polyamp_torch.precision.autocast import matmul_precision, root_region
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.compiled_attention import AttentionCastMode
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 from polyamp_torch.step import optimizers
 from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.error_hints import compile_error

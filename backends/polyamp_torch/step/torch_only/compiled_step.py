@@ -80,6 +80,11 @@ class CompiledStep:
                 "train_step(compile=...) takes overrides in mode='autocast' only. Received: overrides="
                 f"{dict(recipe.policy.overrides)}, mode='cast'. Use compile=False or mode='autocast'."
             )
+        if recipe.policy.float8 is not None:
+            raise UnsupportedError(
+                "train_step(compile=...): torch's compiler loses the gradients of products in 8 bits inside of a graph "
+                "that differentiates itself (S36). Compile the model, model.compile(), and use compile=False."
+            )
         if _reads_attribute(getattr(loss_fn, "__code__", None), "requires_grad"):
             raise UnsupportedError(
                 "train_step(compile=...): loss_fn reads requires_grad, which torch's compiler takes for False of every "
