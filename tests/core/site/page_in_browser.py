@@ -21,7 +21,7 @@ SITE = ROOT / "docs" / "site"
 PICTURED = (
     *("index", "tutorials/first_recipe", "guides/schedules", "guides/from_one_device_to_many", "semantics"),
     *("reference/api/index", "reference/api/training", "reference/api/errors", "reference/api/jax"),
-    *("measurements/benchmarks", "measurements/port_zoo", "project/examples/nanogpt.py"),
+    *("measurements/benchmarks", "measurements/data/port_zoo", "project/examples/nanogpt.py"),
 )
 QUERIES = {
     "polyamp.init": "reference/api/training",
