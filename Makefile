@@ -4,7 +4,7 @@
 # minutes that all of it works. make fuzz SEEDS=0-2000: random networks compared over the frameworks; SEED=123: one of
 # them again. make mutants COUNT=20: random small faults in the library, and whether the tests notice; SEED=17, SEEDS=5-9.
 # make docs: the documentation site in out/docs/html, checked; the extra "docs" is installed at the first time.
-# make zoo: public models moved between frameworks, and judged; writes docs/measurements/port_zoo.md in some minutes.
+# make zoo: public models moved between frameworks, and judged; writes docs/measurements/data/port_zoo.md in some minutes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

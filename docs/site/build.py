@@ -32,7 +32,7 @@ def main() -> int:
     fill_tables(source / "reference" / f"{name}.md" for name in ("optimizers", "schedules"))
     write_api_pages(source / "reference" / "api")
     write_commands(source / "reference" / "commands.md")
-    write_rules(source / "reference" / "rules.md")
+    write_rules(source)
     arguments = ["--fail-on-warning", "--fresh-env", "--conf-dir", str(DOCS), "--quiet"]
     if sphinx_build([*arguments, "--doctree-dir", str(OUT / "doctrees"), str(source), str(html)]):
         return 1

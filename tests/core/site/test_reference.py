@@ -187,12 +187,33 @@ def test_every_command_has_its_options_on_the_page() -> None:
 
 
 def test_every_rule_has_its_tests_on_the_page() -> None:
-    text = tool("rule_pages").rules_markdown()
-    counts = [int(count) for count in re.findall(r"^\[The rule\].* Tests in the suite: (\d+);", text, re.MULTILINE)]
-    assert len(counts) == 35
+    pages = rule_pages()
+    counts = [
+        int(count)
+        for text in pages.values()
+        for count in re.findall(r"^Tests in the suite .*: (\d+);", text, re.MULTILINE)
+    ]
+    assert len(pages) == len(counts) == 35
     assert min(counts) >= 1
-    assert "## S7 Unscaled gradients\n\n[The rule](../semantics.md#s7-unscaled-gradients). " in text
-    assert "- only floating leaves are cast (`test_policy.py`)" in text
+    assert pages["reference/rules/s7"].startswith("# S7 Unscaled gradients\n\nGradients are those of the *unscaled*")
+    assert "- only floating leaves are cast (`test_policy.py`)" in pages["reference/rules/s2"]
+    assert "polyamp/rules/update_decision.py" in pages["reference/rules/s12"].partition("## Code")[2]
+
+
+def test_the_pages_of_the_rules_have_the_whole_of_the_semantics() -> None:
+    semantics = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    pages = [text.partition("\n## Tests\n")[0] for text in rule_pages().values()]
+    words = [line for page in pages for line in page.splitlines()[1:] if line]
+    assert [line.replace("../../", "") for line in words] == [
+        line for line in semantics.partition("\n## ")[2].splitlines()[1:] if line and not line.startswith("##")
+    ]
+    listed = tool("rule_pages").list_markdown(tool("rule_pages").rule_texts(semantics))
+    assert "- [S12 Skipped steps](reference/rules/s12.md): A step whose flag is False leaves *everything* " in listed
+
+
+def rule_pages() -> dict[str, str]:
+    rules = tool("rule_pages")
+    return rules.rule_markdown(rules.rule_texts((ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")))
 
 
 def test_every_page_stands_in_a_table_of_contents() -> None:

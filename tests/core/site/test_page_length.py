@@ -1,0 +1,47 @@
+"""No page of the site is longer than 1,500 words, so that each can be read at once. Code and tables count."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+LIMIT = 1500
+EXEMPT = ("docs/measurements/data/", "CHANGELOG.md", "docs/README.md")
+"""Tables as data, the changelog, and the index for readers of the repository, which is no page of the site. The
+reference that is made from docstrings is no file."""
+STILL_LONG = {
+    "docs/guides/comparing_models.md",
+    "docs/guides/doctor.md",
+    "docs/guides/jax_autocast.md",
+    "docs/guides/moving_models.md",
+    "docs/guides/tensorflow_fit.md",
+    "docs/guides/tensorflow_policy.md",
+    "docs/guides/tensorflow_step.md",
+    "docs/guides/torch_autocast.md",
+    "docs/guides/torch_integrations.md",
+    "docs/guides/torch_step.md",
+    "docs/guides/when_something_is_wrong.md",
+}
+"""Pages that are still too long. A page that was cut is taken off; none is added."""
+
+
+def words(text: str) -> int:
+    """Return the number of words: what stands between spaces and has a letter or a digit."""
+    return sum(any(character.isalnum() for character in word) for word in text.split())
+
+
+def test_no_page_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    rule_pages, source_pages = (importlib.import_module(name) for name in ("rule_pages", "source_pages"))
+    semantics = ROOT / "docs" / "semantics.md"
+    rules = rule_pages.rule_texts(semantics.read_text(encoding="utf-8"))
+    pages = {f"{page}.md": text for page, text in rule_pages.rule_markdown(rules).items()}
+    pages["semantics.md"] = rule_pages.list_markdown(rules)
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in source_pages.PROJECT_PAGES), ROOT / "README.md"]
+    pages |= {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files if file != semantics}
+    assert len(pages) > 90
+    long = {page: words(text) for page, text in pages.items() if not page.startswith(EXEMPT) and words(text) > LIMIT}
+    assert set(long) == STILL_LONG, f"cut what is longer than {LIMIT}; take what was cut off the list: {long}"
