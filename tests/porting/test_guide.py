@@ -1,5 +1,5 @@
-"""docs/guides/moving_models.md tells the truth: its blocks run in order in one process and print what stands there, and
-its table is the one of `polyamp.porting.layouts.layer_kinds`."""
+"""docs/guides/moving_models.md tells the truth: its blocks run in order in one process and print what stands there. The
+table of docs/reference/canonical_layout.md is the one of `polyamp.porting.layouts.layer_kinds`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from polyamp.porting.layouts.layer_kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "moving_models.md").read_text(encoding="utf-8")
+LAYOUT = (ROOT / "docs" / "reference" / "canonical_layout.md").read_text(encoding="utf-8")
 
 
 def test_the_blocks_run_and_print_what_stands_there(tmp_path: Path) -> None:
@@ -37,5 +38,5 @@ def test_the_table_is_the_one_of_the_code() -> None:
             for array, axes in kind.arrays.items()
         )
         rows.append(f"| {name} | {arrays or '–'} | {', '.join(kind.attributes) or '–'} |")  # noqa: RUF001  # a dash
-    table = GUIDE.split("| kind | arrays |")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
+    table = LAYOUT.split("| kind | arrays |")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
     assert table.splitlines() == rows
