@@ -1,6 +1,6 @@
 """Op lists: the dtype in which each JAX primitive runs under autocast (S3, S4).
 
-The lists mirror those of `torch.autocast` on CUDA. `docs/guides/jax_autocast.md` explains the differences. A primitive
+The lists mirror those of `torch.autocast` on CUDA. `docs/reference/jax_op_list.md` lists the differences. A primitive
 in no list and without a rule in `control_flow` is opaque: it runs in the dtypes that the program declares, and the
 casting report names it.
 """

@@ -200,7 +200,7 @@ def place_region(
     """Return the autocast region of one module's precision, with autocast off if it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads. It can return weights from
-    before an optimizer step, in another dtype, or without their gradient. See docs/guides/torch_autocast.md.
+    before an optimizer step, in another dtype, or without their gradient. See docs/explanation/torch_autocast.md.
     """
     return _make_region(_region_settings(place, device_type, rules), NULL_CONTEXT)
 

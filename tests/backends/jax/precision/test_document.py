@@ -1,6 +1,6 @@
 """The guides to JAX tell the truth: their Python blocks run, in order, and print what their text blocks show.
 
-That the op lists of jax_autocast.md are the code's is asserted in `test_op_rules`.
+That the op lists of docs/reference/jax_op_list.md are the code's is asserted in `test_op_rules`.
 """
 
 from __future__ import annotations
