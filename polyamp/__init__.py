@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from polyamp.recipe.scaler import LossScaler, LossScaleState
     from polyamp.results import Gradients, StepResult
     from polyamp.train.averages import averaged, averaged_model
-    from polyamp.train.checkpoint import restore, save
+    from polyamp.train.checkpoint import load_extra, restore, save
     from polyamp.train.refresh import refresh
     from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
     from polyamp.train.trainable_parameters import parameters
@@ -93,7 +93,7 @@ _EXPORTS = {
     "recipe.scaler": ("LossScaleState", "LossScaler"),
     "results": ("Gradients", "StepResult"),
     "train.averages": ("averaged", "averaged_model"),
-    "train.checkpoint": ("restore", "save"),
+    "train.checkpoint": ("load_extra", "restore", "save"),
     "train.trainable_parameters": ("parameters",),
     "train.refresh": ("refresh",),
     "train.step": ("apply_gradients", "init", "train_step", "value_and_grad"),
@@ -160,6 +160,7 @@ __all__ = [
     "find_nonfinite",
     "init",
     "lint",
+    "load_extra",
     "losses",
     "no_decay",
     "parameters",
