@@ -1,4 +1,4 @@
-"""Display of states, results and reports: one line in a terminal, a small table in a notebook."""
+"""Display of states, results and reports: one line or a few in a terminal, a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ def plain_number(value: Any) -> str:
     """
     number = float(value)
     return f"{number:.0f}" if number.is_integer() else f"{number:g}"
+
+
+def first_lines(text: str, count: int = 10) -> str:
+    """Return the `repr` of a report: its text, of which at most `count` lines.
+
+    >>> print(first_lines("a\\nb\\nc\\nd", 3))
+    a
+    b
+    ... (2 more lines: print it)
+    """
+    lines = text.splitlines()
+    if len(lines) > count:
+        lines[count - 1 :] = [f"... ({len(lines) - count + 1} more lines: print it)"]
+    return "\n".join(lines)
 
 
 class StateDisplayMixin:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from array_state import example
-from divided_state import ranks
 from divided_state import example as part
+from divided_state import ranks
 
 import polyamp
 from polyamp import ArgumentError, CheckpointError
