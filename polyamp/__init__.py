@@ -106,6 +106,9 @@ _OTHER_HINTS = {
     "the loss is scaled, in every framework.",
     "LossScaleOptimizer": "polyamp_tensorflow.LossScaleOptimizer takes the place of Keras's.",
     "apply_policy": "polyamp_tensorflow.apply_policy(model, policy) puts a policy on a built Keras model.",
+    "compile": "polyamp_tensorflow.compile(model, recipe, loss=...) prepares a Keras model for fit. In torch and JAX "
+    "polyamp.train_step(loss_fn, recipe) makes the step. Its option compile=True compiles it in torch; JAX compiles it "
+    "by itself.",
     "autocast": "policy.autocast(fn_or_model) runs a function or a model under a policy in every framework, and "
     "polyamp_torch.autocast takes the place of torch.autocast.",
     "scaled_value_and_grad": "polyamp_jax.scaled_value_and_grad(fun, scaler) takes the place of jax.value_and_grad.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 def plain_number(value: Any) -> str:
@@ -37,6 +37,13 @@ class StateDisplayMixin:
     """
 
     __slots__ = ()
+    _shown: ClassVar[tuple[str, ...]] = ()
+    """What a framework's state offers users besides the attributes of `polyamp.State`."""
+
+    def __dir__(self) -> list[str]:
+        """Return what users need, for `dir` and completion; the rest is between a backend's own modules."""
+        special = [name for name in object.__dir__(self) if name.startswith("__")]
+        return [*special, "backend", "groups", "model", "recipe", "scale_state", "step", *self._shown]
 
     def _place(self) -> tuple[str, int | str]:
         """Return the device, and the number of trainable parameters."""

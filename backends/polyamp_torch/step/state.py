@@ -82,6 +82,8 @@ class TorchState(StateDisplayMixin):
         replicas: the processes that train the model together.
     """
 
+    _shown = ("averages", "optimizer", "parameters", "plan")
+
     def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
