@@ -1,6 +1,7 @@
 """polyamp: one `Policy` / `LossScaler` API for mixed-precision training in PyTorch, TensorFlow and JAX.
 
-Importing it imports no framework. Heavy modules are imported at their first use.
+Importing it imports no framework. Heavy modules are imported at their first use. Docstrings and messages cite rules by
+their numbers, such as S12; the command `polyamp rules S12` prints the rule.
 """
 
 from __future__ import annotations

@@ -138,6 +138,14 @@ print(json.dumps([places, sorted(polyamp.backends()), str(entry.dist.locate_file
     assert (installed / "bin" / "polyamp").exists()
 
 
+def test_the_rules_that_docstrings_cite_can_be_read_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "polyamp", "rules", "S12"]
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("S12 Skipped steps\n\n")
+    assert (installed / "polyamp/cli/semantics.md").read_bytes() == (ROOT / "docs/semantics.md").read_bytes()
+
+
 def test_the_recipe_of_the_demo_can_be_read_from_the_wheel(installed: Path) -> None:
     recipe = polyamp.Recipe.load(installed / "polyamp" / "demo" / "digits.toml")
     assert recipe == polyamp.Recipe.load(ROOT / "polyamp" / "demo" / "digits.toml")

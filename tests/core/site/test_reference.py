@@ -179,7 +179,7 @@ def test_every_command_has_its_options_on_the_page() -> None:
         each.split("`")[1].removeprefix("polyamp "): re.findall(r"^`+\{option\} (.*)$", each, re.MULTILINE)
         for each in commands
     }
-    assert set(options) == {"bench", "demo", "diagnose", "doctor", "explain", "lint", "monitor", "parity", "port"}
+    assert set(options) == {"bench", "demo", "diagnose", "doctor", "explain", "lint", "monitor", "parity", "port", "rules"}
     assert options["bench"] == ["--quick", "--only A,B", "--here", "--out OUT"]
     assert options["parity"][0] == "FILE"
     assert "Training steps. Default: `200`." in text
