@@ -174,12 +174,23 @@ The end.
 
 def test_every_command_has_its_options_on_the_page() -> None:
     text = tool("command_pages").commands_markdown()
-    commands = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     options = {
         each.split("`")[1].removeprefix("polyamp "): re.findall(r"^`+\{option\} (.*)$", each, re.MULTILINE)
-        for each in commands
+        for each in sections
     }
-    assert set(options) == {"bench", "demo", "diagnose", "doctor", "explain", "lint", "monitor", "parity", "port", "rules"}
+    assert set(options) == {
+        "bench",
+        "demo",
+        "diagnose",
+        "doctor",
+        "explain",
+        "lint",
+        "monitor",
+        "parity",
+        "port",
+        "rules",
+    }
     assert options["bench"] == ["--quick", "--only A,B", "--here", "--out OUT"]
     assert options["parity"][0] == "FILE"
     assert "Training steps. Default: `200`." in text
