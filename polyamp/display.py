@@ -37,13 +37,13 @@ class StateDisplayMixin:
     """
 
     __slots__ = ()
-    _shown: ClassVar[tuple[str, ...]] = ()
-    """What a framework's state offers users besides the attributes of `polyamp.State`."""
+    _shown: ClassVar[tuple[str, ...]] = ("backend", "groups", "model", "recipe", "scale_state", "step")
+    """What a state offers users, here what `polyamp.State` has; a framework's own state names more in its `_shown`."""
 
     def __dir__(self) -> list[str]:
         """Return what users need, for `dir` and completion; the rest is between a backend's own modules."""
-        special = [name for name in object.__dir__(self) if name.startswith("__")]
-        return [*special, "backend", "groups", "model", "recipe", "scale_state", "step", *self._shown]
+        shown = {name for kind in type(self).__mro__ for name in vars(kind).get("_shown", ())}
+        return [name for name in object.__dir__(self) if name.startswith("__") or name in shown]
 
     def _place(self) -> tuple[str, int | str]:
         """Return the device, and the number of trainable parameters."""
