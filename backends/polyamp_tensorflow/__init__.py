@@ -15,6 +15,10 @@ For `fit` and custom training loops:
 
 from __future__ import annotations
 
+from polyamp.backend_lookup import check_framework
+
+check_framework(__name__, "tensorflow", "tensorflow", "keras")
+
 from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import LossScaleLogger, compile, guard  # noqa: A004  # Keras's word for it
@@ -37,3 +41,7 @@ __all__ = [
     "dtype_policy",
     "guard",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -55,7 +55,8 @@ else:
 
 class State(Protocol[ModelT_co]):
     """Model in training, generic in the model's type. In JAX a pytree; in torch and Keras it contains the user's own
-    module. Framework-specific attributes are on its class, such as `polyamp_torch.TorchState`."""
+    module. Framework-specific attributes are on its class, such as `polyamp_torch.TorchState`: for a type checker,
+    `assert isinstance(state, polyamp_torch.TorchState)`."""
 
     @property
     def backend(self) -> Backend:

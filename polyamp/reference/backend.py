@@ -375,7 +375,7 @@ def _commit_update(
     for name in _existing_gradients(grads):
         counts[name] = np.asarray(counts[name] + 1, np.int32)
         member = state.groups.of(name)
-        new, slots[name] = member.spec.update(
+        new, made_slots = member.spec.update(
             XP,
             parameters[name],
             clipped[name],
@@ -384,6 +384,8 @@ def _commit_update(
             wide(counts[name]),
         )
         parameters[name] = np.asarray(new, parameters[name].dtype)
+        # NumPy 1 makes float64 of a float32 scalar and a Python float
+        slots[name] = {slot: np.asarray(made_slots[slot], array.dtype) for slot, array in state.slots[name].items()}
     model = state.model.with_arrays(parameters, grads.running)
     averages = _move_averages(state, model, wide(decision.step))
     return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, averages=averages, **counted)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from polyamp.monitor.monitor import Monitor
 
 M = TypeVar("M")
+S = TypeVar("S", bound=State)
 
 
 def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any) -> State[M]:
@@ -95,7 +96,7 @@ class TrainStep:
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return made
 
-    def __call__(self, state: State[M], batch: Any, *more: Never) -> tuple[State[M], StepResult]:
+    def __call__(self, state: S, batch: Any, *more: Never) -> tuple[S, StepResult]:
         """Run one step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
         try:
             backend, recipe = state.backend, state.recipe
@@ -121,7 +122,7 @@ class TrainStep:
             result = result._replace(monitor=None)
         return state, result
 
-    def _chosen_run(self, state: State[M]) -> tuple[StepFunction, bool | None]:
+    def _chosen_run(self, state: State) -> tuple[StepFunction, bool | None]:
         """Return the step to run, and whether a monitor reads its figures: of two compiled steps the host chooses one.
 
         Inside of a compiled function of the user's own the figures leave the step in its result (S35). There, and
@@ -221,7 +222,7 @@ class ValueAndGradients(Protocol):
     @overload
     def __call__(self, state: State, batch: Any) -> tuple[Any, Gradients]: ...
     @overload
-    def __call__(self, state: list[State[M]], batch: Any) -> tuple[Any, list[Gradients]]: ...
+    def __call__(self, state: list[S], batch: Any) -> tuple[Any, list[Gradients]]: ...
 
 
 def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = None, **options: Any) -> ValueAndGradients:
@@ -261,11 +262,11 @@ def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = Non
 
 
 @overload
-def apply_gradients(state: State[M], grads: Gradients, *, skip: Skip = "all") -> tuple[State[M], StepResult]: ...
+def apply_gradients(state: S, grads: Gradients, *, skip: Skip = "all") -> tuple[S, StepResult]: ...
 @overload
 def apply_gradients(
-    state: list[State[M]], grads: list[Gradients], *, skip: Skip = "all"
-) -> tuple[list[State[M]], list[StepResult]]: ...
+    state: list[S], grads: list[Gradients], *, skip: Skip = "all"
+) -> tuple[list[S], list[StepResult]]: ...
 def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any, Any]:
     """Run the second half of a step: finite flag, clip, optimizer, one scale adjustment (S9 to S15).
 

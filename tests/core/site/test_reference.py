@@ -54,6 +54,14 @@ def test_every_public_name_of_a_backend_is_on_its_page(package: str) -> None:
     assert {f"{package}.{name}" for name in names} <= listed()
 
 
+def test_a_states_page_has_what_dir_offers() -> None:
+    names = tool("public_names")
+    (state,) = (each for each in names.public_names("polyamp_jax") if each.name == "polyamp_jax.JaxState")
+    assert sorted(names.members(state.home, state.node)) == ["attempts", "groups", "model"]
+    (policy,) = (each for each in names.public_names("polyamp") if each.name == "polyamp.Policy")
+    assert "replace" in names.members(policy.home, policy.node)
+
+
 def test_every_public_name_has_a_docstring() -> None:
     pages = tool("api_pages").names_by_page()
     assert [name.name for names in pages.values() for name in names if len(name.text) < 20] == []
@@ -174,12 +182,23 @@ The end.
 
 def test_every_command_has_its_options_on_the_page() -> None:
     text = tool("command_pages").commands_markdown()
-    commands = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     options = {
         each.split("`")[1].removeprefix("polyamp "): re.findall(r"^`+\{option\} (.*)$", each, re.MULTILINE)
-        for each in commands
+        for each in sections
     }
-    assert set(options) == {"bench", "demo", "diagnose", "doctor", "explain", "lint", "monitor", "parity", "port"}
+    assert set(options) == {
+        "bench",
+        "demo",
+        "diagnose",
+        "doctor",
+        "explain",
+        "lint",
+        "monitor",
+        "parity",
+        "port",
+        "rules",
+    }
     assert options["bench"] == ["--quick", "--only A,B", "--here", "--out OUT"]
     assert options["parity"][0] == "FILE"
     assert "Training steps. Default: `200`." in text

@@ -39,8 +39,8 @@ from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recip
 def compile(  # noqa: A001  # Keras's word for it
     model: Any,
     recipe: Recipe,
-    *,
     loss: Any = None,
+    *,
     metrics: Any = None,
     loss_weights: Any = None,
     weighted_metrics: Any = None,
