@@ -16,7 +16,7 @@ from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
-from polyamp.errors import GradientError, PolyampError
+from polyamp.errors import GradientError, PolyampError, UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -184,6 +184,9 @@ class JaxBackend:
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
+        monitor = options.get("monitor")
+        if monitor is not None and monitor.activations:
+            raise UnsupportedError("Monitor(activations=...) is not implemented in this backend yet. Leave it out.")
         return steps.JaxTrainStep(
             loss_fn,
             compiled=compiled,

@@ -138,7 +138,7 @@ class TrainStep:
             traced = not backend.is_concrete(state.step)
             due = None if traced else monitor.begin_call()
             if due or (traced and monitor.enabled):
-                options = {"monitor": monitor.selection(traced=traced)}
+                options = {"monitor": monitor.selection(state.recipe, traced=traced)}
         key: Any = (backend.name, *options.values()) if options else backend.name
         run = self._run.get(key)
         if run is None:
