@@ -57,7 +57,7 @@ def update_slots(
     )
 
 
-class OutputRecorder:
+class ReferenceOutputs:
     """Records the outputs of an MLP's layers in a step (S35).
 
     Args:
