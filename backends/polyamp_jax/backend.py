@@ -16,7 +16,7 @@ from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
-from polyamp.errors import GradientError, PolyampError, UnsupportedError
+from polyamp.errors import GradientError, PolyampError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -185,15 +185,19 @@ class JaxBackend:
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
         monitor = options.get("monitor")
+        outputs = None
         if monitor is not None and monitor.activations:
-            raise UnsupportedError("Monitor(activations=...) is not implemented in this backend yet. Leave it out.")
+            from polyamp_jax.observe.jax_only.output_recorder import OutputRecorder
+
+            outputs = OutputRecorder(monitor)
         return steps.JaxTrainStep(
             loss_fn,
             compiled=compiled,
             donate=donate,
             axis_name=axis_name,
             weight=options.get("weight"),
-            monitor=options.get("monitor"),
+            monitor=monitor,
+            outputs=outputs,
         )
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:

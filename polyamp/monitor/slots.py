@@ -84,7 +84,7 @@ class OutputLimits(NamedTuple):
     Attributes:
         zero: up to it a value that is not zero becomes zero.
         normal: the smallest normal number.
-        overflow: from it on a value becomes inf.
+        overflow: from it on a value becomes inf; inf for float32 and wider dtypes, whose arrays are judged as they are.
     """
 
     zero: float
@@ -99,9 +99,13 @@ def output_limits(compute: str) -> OutputLimits:
     OutputLimits(zero=2.9802322387695312e-08, normal=6.103515625e-05, overflow=65520.0)
     """
     form = FORMATS[compute]
+    if form.bits > 32:  # figures are computed in float32
+        return OutputLimits(0.0, 2.0**-149, math.inf)
     smallest = form.smallest_normal * 2.0**-form.fraction_bits
     half_a_digit = 2.0 ** (math.frexp(form.largest)[1] - form.fraction_bits - 2)
-    return OutputLimits(smallest / 2.0, form.smallest_normal, form.largest + half_a_digit)
+    return OutputLimits(
+        smallest / 2.0, form.smallest_normal, math.inf if form.bits == 32 else form.largest + half_a_digit
+    )
 
 
 def check_selected_outputs(selection: MonitorSelection, paths: Iterable[str]) -> None:

@@ -164,11 +164,10 @@ def _tensor_figures(tensor: torch.Tensor, limits: OutputLimits, home: torch.devi
     values = local_tensor_of(tensor)
     values = torch.view_as_real(values) if values.is_complex() else values
     values = (values if values.dtype == torch.float64 else values.float()).abs()
-    most = torch.finfo(values.dtype).max
     zeros = (values == 0.0).sum()
     lost = (values <= limits.zero).sum()
     below = (values < limits.normal).sum()
-    within = (values < limits.overflow).sum() if limits.overflow <= most else torch.isfinite(values).sum()
+    within = (values < limits.overflow).sum()
     elements = torch.full_like(zeros, values.numel())
     squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
     sums = torch.stack([elements, zeros, lost - zeros, below - lost, elements - within]).double()
