@@ -187,9 +187,9 @@ class JaxBackend:
         monitor = options.get("monitor")
         outputs = None
         if monitor is not None and monitor.activations:
-            from polyamp_jax.observe.jax_only.output_recorder import OutputRecorder
+            from polyamp_jax.observe.jax_only.tagged_outputs import TaggedOutputs
 
-            outputs = OutputRecorder(monitor)
+            outputs = TaggedOutputs(monitor)
         return steps.JaxTrainStep(
             loss_fn,
             compiled=compiled,

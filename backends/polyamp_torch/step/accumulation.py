@@ -18,7 +18,7 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, scaled_backward
 from polyamp_torch.step.loss_weights import weighted_loss_sum
-from polyamp_torch.step.output_figures import OutputRecorder
+from polyamp_torch.step.output_figures import OutputHooks
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
@@ -65,7 +65,7 @@ def accumulate_gradients(
     reduction: StepReduction,
     foreign: ForeignGrads,
     interrupts: DeferInterrupts,
-    outputs: OutputRecorder | None = None,
+    outputs: OutputHooks | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Run the passes of the micro-batches; return the weighted sum of their losses, and the stacked aux.
 

@@ -1,4 +1,4 @@
-"""`OutputRecorder`: figures of modules' outputs in the forward passes of a step, for a monitor (S35).
+"""`OutputHooks`: figures of modules' outputs in the forward passes of a step, for a monitor (S35).
 
 Nothing here waits for the device.
 """
@@ -38,7 +38,7 @@ _SUMS = 6
 """Sums of `OutputFigures`."""
 
 
-class OutputRecorder:
+class OutputHooks:
     """Records the outputs of a model's modules while it is `installed`, by forward hooks.
 
     A module that runs again in a backward pass, as under activation checkpointing, is counted once. What
@@ -129,7 +129,7 @@ class OutputRecorder:
         return {path: OutputFigures(sums[row], largest[row]) for row, path in enumerate(self._modules)}
 
 
-def with_output_figures(result: StepResult, outputs: OutputRecorder | None) -> StepResult:
+def with_output_figures(result: StepResult, outputs: OutputHooks | None) -> StepResult:
     """Return a step's result with the figures that were recorded in it; the result itself without a recorder."""
     if outputs is None or result.monitor is None:
         return result

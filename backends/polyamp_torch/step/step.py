@@ -25,7 +25,7 @@ from polyamp_torch.step.accumulation import accumulate_gradients
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, stash_grads
 from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting
-from polyamp_torch.step.output_figures import OutputRecorder, with_output_figures
+from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
 from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
@@ -63,7 +63,7 @@ def _train_micro_batches(
     snapshot = PassSnapshot(state, loss_fn)
     versions = engine.buffer_versions(slots)
     reduction = StepReduction(weighting)
-    outputs = OutputRecorder(state, monitor) if monitor is not None and monitor.activations else None
+    outputs = OutputHooks(state, monitor) if monitor is not None and monitor.activations else None
     with stash_grads(parameters, used_up=True), ForeignGrads(parameters, state.graphs, engine.leaves) as foreign:
         try:
             reduction.loss, aux = accumulate_gradients(

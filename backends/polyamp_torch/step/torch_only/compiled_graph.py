@@ -39,7 +39,7 @@ from polyamp_torch.step.error_hints import compile_error
 from polyamp_torch.step.grad_stats import global_norm_and_finite, unscale_and_clip_divisor
 from polyamp_torch.step.loss_weights import total_scale, weighted_loss_sum
 from polyamp_torch.step.monitor_slots import MonitoredUpdate
-from polyamp_torch.step.output_figures import OutputRecorder, with_output_figures
+from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
@@ -82,7 +82,7 @@ class CompiledGraph:
         self._scaler = state.scaler
         self._weight = weight
         self._monitor = monitor
-        self._outputs = OutputRecorder(state, monitor, traced=True) if monitor and monitor.activations else None
+        self._outputs = OutputHooks(state, monitor, traced=True) if monitor and monitor.activations else None
         self._loss_fn = loss_fn
         self._device = state.device.type
         self._dtype = torch.float64 if recipe.policy.param == "float64" else torch.float32  # of rates and counts (S1)

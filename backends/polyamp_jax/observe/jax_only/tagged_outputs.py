@@ -1,4 +1,4 @@
-"""`OutputRecorder`: figures of the outputs that modules tag, in one pass of the training step (S35).
+"""`TaggedOutputs`: figures of the outputs that modules tag, in one pass of the training step (S35).
 
 The forward pass is traced, and run with figures as further results. Nested jit is opened; recomputation, scans and
 branches are rebuilt around their inner programs, so that what a backward pass runs again is not counted again. Other
@@ -25,7 +25,7 @@ _SUMS: Final = 6
 Found = dict[str, OutputFigures]
 
 
-class OutputRecorder:
+class TaggedOutputs:
     """Measures the outputs of a model's modules.
 
     Args:
