@@ -12,7 +12,7 @@ from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
-from polyamp.errors import PolyampError, UnsupportedError
+from polyamp.errors import PolyampError
 from polyamp.porting.layouts.converter import Converter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -104,8 +104,6 @@ class TensorFlowBackend:
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         check_options(options, (*_STEP_OPTIONS, "monitor"), function="train_step", backend=self.name)
         weight, monitor = options.pop("weight", None), options.pop("monitor", None)
-        if monitor is not None and monitor.activations:
-            raise UnsupportedError("Monitor(activations=...) is not implemented in this backend yet. Leave it out.")
         body = GraphFunction(
             lambda states, batch: step.train_step(states, loss_fn, batch, weight, monitor),
             **{"jit_compile": None, **options},

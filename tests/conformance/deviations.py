@@ -5,6 +5,4 @@ from __future__ import annotations
 DEVIATIONS: list[tuple[str, str, str]] = [
     ("reference", "s04_sensitive_families_run_in_float32[linear algebra", "NumPy's tensor has no linear algebra"),
     ("reference", "s04_sensitive_families_run_in_float32[FFT", "NumPy's tensor has no FFT"),
-    *((name, "s35_outputs_of_modules_are_measured", "no activations in the monitor yet") for name in ("tensorflow",)),
-    *((name, "s35_activations_that_match_no", "no activations in the monitor yet") for name in ("tensorflow",)),
 ]
