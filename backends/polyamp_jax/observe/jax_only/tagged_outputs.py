@@ -115,7 +115,8 @@ class _Measurement:
     def _figures(self, value: Any) -> OutputFigures:
         if self._due is None:
             return self._measured(value)
-        return jax.lax.cond(self._due, self._measured, _nothing, value)
+        found: OutputFigures = jax.lax.cond(self._due, self._measured, _nothing, value)
+        return found
 
     def _measured(self, value: Any) -> OutputFigures:
         wide = jnp.abs(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
