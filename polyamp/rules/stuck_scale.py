@@ -87,7 +87,8 @@ def stuck_message(
     listed = ", ".join(found.parameters) or "none on the last batch taken as a whole"
     return (
         f"{skips} steps in a row were skipped although the loss scale is at its floor of {scaler.min_scale:g}: the "
-        f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}.{_PASSES[found.loss_is_finite]} Look for a "
+        f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}."
+        f"{_PASSES[found.loss_is_finite]} Look for a "
         f"division by zero, a log of zero or a mask of -inf in {where}, or lower the learning rate; "
         f"{found.call} names the first operation that is not finite. "
         "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
