@@ -185,13 +185,20 @@ class JaxBackend:
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
+        monitor = options.get("monitor")
+        outputs = None
+        if monitor is not None and monitor.activations:
+            from polyamp_jax.observe.jax_only.tagged_outputs import TaggedOutputs
+
+            outputs = TaggedOutputs(monitor)
         return steps.JaxTrainStep(
             loss_fn,
             compiled=compiled,
             donate=donate,
             axis_name=axis_name,
             weight=options.get("weight"),
-            monitor=options.get("monitor"),
+            monitor=monitor,
+            outputs=outputs,
         )
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:

@@ -24,7 +24,7 @@ from polyamp.reference.forward_backward import accumulate_gradients, prepare_bat
 from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, PolicyMLP
-from polyamp.reference.monitor_slots import update_slots
+from polyamp.reference.monitor_slots import ReferenceOutputs, update_slots
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, step_checks
@@ -194,11 +194,16 @@ class ReferenceBackend:
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
                 parts, window = micro_batches(prepare_batch(batch, recipe), recipe.accumulate_steps)
-                loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
+                outputs = ReferenceOutputs(state.model, monitor) if monitor and monitor.activations else None
+                with contextlib.nullcontext() if outputs is None else outputs.installed():
+                    loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
                 (new,), (result,) = self.apply_gradients([state], [grads], "all")
                 if monitor is not None:
                     around = (grads.values, state.model.parameters, new.model.parameters)
-                    result = result._replace(monitor=update_slots(monitor, *around, state.scale_state.scale))
+                    slots = update_slots(monitor, *around, state.scale_state.scale)
+                    result = result._replace(
+                        monitor=slots._replace(activations=None if outputs is None else outputs.found)
+                    )
             return new, result._replace(loss=loss, aux=aux)
 
         return step

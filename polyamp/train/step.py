@@ -6,6 +6,7 @@ They find the backend and do the host's part: one recipe per state, and the chec
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 
@@ -17,6 +18,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck_scale
 from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.stuck_scale import StuckFinding
 from polyamp.rules.update_decision import Skip
 from polyamp.train import argument_checks
 
@@ -139,7 +141,7 @@ class TrainStep:
             traced = not backend.is_concrete(state.step)
             due = None if traced else monitor.begin_call()
             if due or (traced and monitor.enabled):
-                options = {"monitor": monitor.selection(traced=traced)}
+                options = {"monitor": monitor.selection(state.recipe, traced=traced)}
         key: Any = (backend.name, *options.values()) if options else backend.name
         run = self._run.get(key)
         if run is None:
@@ -154,15 +156,24 @@ class TrainStep:
             )
         self._accepted = recipe
 
-    def _not_finite(self, state: State, batch: Any) -> list[str]:
-        """Return the parameters with non-finite gradients on any micro-batch of this batch, by computing them again."""
+    def _not_finite(self, state: State, batch: Any) -> StuckFinding:
+        """Return what is not finite on any micro-batch of this batch, by computing the gradients again."""
         names: dict[str, None] = {}
+        finite, first = True, None
         value_and_grad_ = state.backend.value_and_grad(self.loss_fn)
         batches = batch if isinstance(batch, list) and self.recipe.accumulate_steps > 1 else [batch]
-        for part in batches:
-            _, (gradients,) = value_and_grad_([state], part)
-            names.update(dict.fromkeys(_non_finite_names(state.backend, gradients)))
-        return list(names)
+        for number, part in enumerate(batches):
+            value, (gradients,) = value_and_grad_([state], part)
+            loss = float(state.backend.to_numpy(value[0] if isinstance(value, tuple) else value))
+            own = _non_finite_names(state.backend, gradients)
+            names.update(dict.fromkeys(own))
+            finite = finite and math.isfinite(loss)
+            first = number if first is None and own else first
+        which = "batch" if len(batches) == 1 or first is None else f"batch[{first}]"
+        scale = self.recipe.loss_scaler.min_scale if self.recipe.loss_scaler.scales else 1.0
+        loss_fn = getattr(self.loss_fn, "__name__", "loss_fn")
+        given = f"{loss_fn if loss_fn.isidentifier() else 'loss_fn'}, state.recipe.policy, state.model, {which}"
+        return StuckFinding(tuple(names), finite, f"polyamp.find_nonfinite({given}, loss_scale={scale:g})")
 
 
 def train_step(
@@ -307,7 +318,7 @@ def _add_loss_error_hints(error: Exception, loss_fn: LossFunction, states: Seque
     error_hints.add_error_hints(error, loss_fn, states, batch)
 
 
-def _check_stuck_scale(state: State, names: Callable[[], list[str]]) -> None:
+def _check_stuck_scale(state: State, names: Callable[[], StuckFinding | list[str]]) -> None:
     """Read the state on the host after a step, if a check is due (S17)."""
     backend, scaler = state.backend, state.recipe.loss_scaler
     if state.watch.is_due(scaler) and backend.is_concrete(state.scale_state.stuck):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock
 from polyamp_torch.precision.torch_only.float8_products import check_device
 from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
-from polyamp_torch.precision.torch_only.op_rules import check_op_rules
+from polyamp_torch.precision.torch_only.op_rules import check_op_rules, rule_changes, unmet_rules, unmet_text
 from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.policy_installation import InstallationBlock, PolicyInstallation
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function, unwrapped_paths
@@ -52,6 +53,7 @@ class PolicyModule:
     _installation: PolicyInstallation
     _traced_masters: list[dict[str, torch.Tensor]]
     _frozen: frozenset[str]
+    _checks_rules: bool
     _path: Callable[[str], str]
 
     def __init__(self, module: nn.Module, plan: ResolvedPolicy, device: torch.device) -> None:
@@ -64,6 +66,7 @@ class PolicyModule:
             "_overrides": {paths[path]: path for path in plan.overridden},
             "_installation": PolicyInstallation(module, plan, device.type, overrides),
             "_traced_masters": [],
+            "_checks_rules": bool(plan.op_rules) and plan.mixes,
             "_path": path_function(module),
             "_frozen": frozenset(name for name, p in tree_parameters(module) if not p.requires_grad),
         }
@@ -218,6 +221,14 @@ class PolicyModule:
             finally:
                 bound.remove(self)
                 placed.pop()
+
+    def warn_of_unmet_rules(self) -> None:
+        """Warn, once, of `op_rules` whose functions no pass has called yet."""
+        if self._checks_rules:
+            self.__dict__["_checks_rules"] = False
+            names = unmet_rules(rule_changes(self._plan))
+            if names:
+                warnings.warn(unmet_text(names, "the first step"), stacklevel=2)
 
     def check_overrides_ran(self) -> None:
         """Reject overrides of modules that own parameters but are never called as modules.

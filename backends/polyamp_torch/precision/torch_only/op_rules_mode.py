@@ -36,6 +36,7 @@ from polyamp_torch.precision.torch_only.op_rules import (
     RuleChanges,
     find_change,
     leaves_alone,
+    note_met,
     rules_by_function,
 )
 from polyamp_torch.precision.torch_only.open_blocks import running_override
@@ -98,6 +99,7 @@ class OpRulesMode(TorchFunctionMode):
         name, rule = found
         if rule == ENTER:
             return self._enter_function(func, types, args, kwargs)
+        note_met(self.changes, name)
         return self._apply_rule(name, rule, func, args, kwargs)
 
     def _enter_function(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
