@@ -1,0 +1,69 @@
+"""The page of the rows, `docs/measurements/downstream.md`, and the rows as data beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from tests.downstream.package import ROOT
+from tests.downstream.run import Row
+
+PAGE: Final = ROOT / "docs" / "measurements" / "downstream.md"
+DATA: Final = PAGE.with_suffix(".json")
+
+_TOP = """\
+# Public packages with polyamp in them
+
+Written by `make downstream`. It is not part of `make test`.
+
+Each package's own tests or programs run twice: as published, and with polyamp in the place of the framework's or the
+package's own mixed precision. Nothing of the packages is changed or copied: tests come from their source
+distributions on PyPI. All runs are on the CPU, so tests that need a GPU are skipped in both.
+
+- *without*: tests that pass as published. Only these count.
+- *with*: how many of them pass with polyamp.
+- *used*: how often the tests made or called an object of polyamp. A package that never uses one fails the run.
+
+A test that passes without polyamp and fails with it fails the run, unless it is listed under the table with its reason.
+
+"""
+
+
+def line(row: Row) -> str:
+    """Return a row's line of the table."""
+    used = ", ".join(f"{name} {count:,}" for name, count in sorted(row.uses.items())) or "nothing"
+    replaced = ", ".join(f"`{name}`" for name in row.replaced)
+    return f"| {row.name} {row.version} | {row.what} | {replaced} | {row.native} | {row.passed} | {used} | {row.date} |"
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the page."""
+    native, passed = sum(row.native for row in rows), sum(row.passed for row in rows)
+    parts = [
+        _TOP,
+        f"{len(rows)} packages: {passed:,} of {native:,} tests pass with polyamp.\n\n",
+        "| package | what runs | replaced | without | with | used | date |\n|---|---|---|---|---|---|---|\n",
+        *(line(row) + "\n" for row in rows),
+        "\n## Differences\n\n",
+    ]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for test, reason in row.differences.items():
+            reasons.setdefault((row.name, reason), []).append(f"`{test}`")
+    parts += [f"- {name}: {', '.join(tests)}. {reason}\n" for (name, reason), tests in reasons.items()]
+    parts += [] if reasons else ["None.\n"]
+    return "".join(parts)
+
+
+def read_rows() -> list[Row]:
+    """Return the rows of the last run that was written."""
+    values = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else []
+    return [Row.of(each) for each in values]
+
+
+def write_page(rows: Sequence[Row]) -> None:
+    """Write the page and its data."""
+    PAGE.write_text(page(rows), encoding="utf-8")
+    DATA.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
