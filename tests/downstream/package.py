@@ -1,4 +1,4 @@
-"""`Package`: a public package whose tests or programs run with polyamp in it, as data, and how all of them are found."""
+"""`Package`: a public package whose tests or programs run with polyamp in it, as data; and the list of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Package:
         group: the environment that it runs in.
         replaced: names of `downstream_replacements.REPLACEMENTS`, put in before anything of the package is imported.
         tests: the package's own test files or folders, from its source distribution, with pytest's `::` if need be.
-        program: a file in `programs/` that runs the package's own loop, demos or examples as tests.
+        program: in place of `tests`, a file in `programs/` that runs the package's loop, demos or examples as tests.
         what: what runs, in the words of the page.
         needs_source: whether the program reads files of the source distribution.
         installed: False for a package that the environment has already, or that runs from its source.
@@ -66,4 +66,5 @@ def packages(group: str = "") -> tuple[Package, ...]:
         importlib.import_module(f"tests.downstream.packages.{module.name}").PACKAGE
         for module in sorted(pkgutil.iter_modules([str(ROOM / "packages")]), key=lambda module: module.name)
     ]
-    return tuple(sorted((each for each in found if group in ("", each.group)), key=lambda each: GROUPS.index(each.group)))
+    chosen = [each for each in found if group in ("", each.group)]
+    return tuple(sorted(chosen, key=lambda each: GROUPS.index(each.group)))

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from tests.downstream.sources import source_folder
 RECORD: Final = "POLYAMP_DOWNSTREAM_RECORD"
 REPLACED: Final = "POLYAMP_DOWNSTREAM_REPLACED"
 OUT: Final = ROOT / "out" / "downstream"
-SECONDS: Final = 900
+SECONDS: Final = 1800
 """The longest that one run of a package may take."""
 
 
@@ -61,19 +62,20 @@ def compare(package: Package, native: Mapping[str, Any], changed: Mapping[str, A
     passing = [test for test, outcome in native["outcomes"].items() if outcome == "passed"]
     after = changed["outcomes"]
     different = {test: after.get(test, "did not run") for test in passing if after.get(test) != "passed"}
-    failures = {
-        test: changed["messages"].get(test, outcome) for test, outcome in different.items() if test not in package.differences
-    }
+    unlisted = {test: outcome for test, outcome in different.items() if test not in package.differences}
+    failures = {test: changed["messages"].get(test, outcome) for test, outcome in unlisted.items()}
     failures |= {test: "listed as a difference, and passes" for test in package.differences if test not in different}
     listed = {test: reason for test, reason in package.differences.items() if test in different}
-    return Row(package.name, package.version, package.what, package.replaced, len(passing), len(passing) - len(different),
-               changed["uses"], listed, failures, date)  # fmt: skip
+    about = (package.name, package.version, package.what, package.replaced)
+    passed = len(passing) - len(different)
+    return Row(*about, len(passing), passed, changed["uses"], listed, failures, date)
 
 
 def measure(package: Package, python: str) -> Row:
     """Run a package's tests in both ways with an interpreter, and compare."""
     folder = source_folder(package) if package.has_source else ROOM / "programs"
-    native, changed = (_record(package, python, folder, put_in) for put_in in (False, True))
+    with ThreadPoolExecutor(2) as pool:
+        native, changed = pool.map(lambda put_in: _record(package, python, folder, put_in), (False, True))
     return compare(package, native, changed, datetime.datetime.now(tz=datetime.UTC).date().isoformat())
 
 
@@ -86,12 +88,16 @@ def _record(package: Package, python: str, folder: Path, put_in: bool) -> dict[s
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "DOWNSTREAM_SOURCE": str(folder), **package.environment}
     environment |= {RECORD: str(record), REPLACED: ",".join(package.replaced) if put_in else ""}
-    paths = [str(ROOM / "plugin"), str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOM / "plugin"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    tests = [*package.tests, *([str(ROOM / "programs" / package.program)] if package.program else ())]
-    command = [python, "-m", "pytest", "-q", "-p", "downstream_recorder", "-p", "no:cacheprovider"]
-    result = subprocess.run([*command, "-o", "addopts=", "--tb=short", *tests], cwd=folder, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=SECONDS)  # fmt: skip
+    programs = ROOM / "programs"
+    own = ["-c", str(programs / "pytest.ini"), "--noconftest", str(programs / package.program)]
+    command = [python, "-m", "pytest", "-q", "-p", "downstream_recorder", "-p", "no:cacheprovider", "-o", "addopts="]
+    command += ["--tb=short", *(own if package.program else package.tests)]
+    result = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
     record.with_suffix(".txt").write_text(result.stdout, encoding="utf-8")
     if not record.exists():
         raise SystemExit(f"{package.name} ended with {result.returncode} and wrote no record:\n{result.stdout[-3000:]}")

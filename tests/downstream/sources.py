@@ -25,7 +25,9 @@ def source_folder(package: Package) -> Path:
     if not list(archives.glob("*.tar.gz")):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         requirement = f"{package.name}=={package.version}"
-        result = subprocess.run([*command, "--no-binary", package.name, "--dest", str(archives), requirement], check=False)
+        result = subprocess.run(
+            [*command, "--no-binary", package.name, "--dest", str(archives), requirement], check=False
+        )
         if result.returncode:
             raise SystemExit(f"pip downloads no source distribution of {requirement}; its own message stands above.")
     (archive,) = archives.glob("*.tar.gz")

@@ -6,6 +6,7 @@ The module is found by its own name on the path, since a package under test may 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -14,13 +15,27 @@ from typing import Any, Final
 from downstream_replacements import REPLACEMENTS, USES
 
 _OUTCOMES: Final[dict[str, str]] = {}
+_LIBRARIES: Final[list[Any]] = []
 _MESSAGES: Final[dict[str, str]] = {}
 
 
 def pytest_configure() -> None:
     """Put polyamp in before any test file is imported."""
+    if importlib.util.find_spec("torchvision"):
+        _declare_torchvision_operators()
     for name in filter(None, os.environ.get("POLYAMP_DOWNSTREAM_REPLACED", "").split(",")):
         REPLACEMENTS[name]()
+
+
+def _declare_torchvision_operators() -> None:
+    """Make torchvision importable with a torch that is built without CUDA: its compiled operators do not load there,
+    and its import fails at the first two. No test here uses them."""
+    import torch
+
+    if torch.version.cuda is None:
+        _LIBRARIES.append(torch.library.Library("torchvision", "DEF"))
+        for name in ("nms", "qnms"):
+            _LIBRARIES[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _fail(name: str, outcome: str, report: Any) -> None:
