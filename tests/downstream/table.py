@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from typing import Final
 
-from tests.downstream.package import ROOT
+from tests.downstream.package import ROOM, ROOT
 from tests.downstream.run import Row
 
 PAGE: Final = ROOT / "docs" / "measurements" / "downstream.md"
@@ -29,6 +31,35 @@ distributions on PyPI. All runs are on the CPU, so tests that need a GPU are ski
 A test that passes without polyamp and fails with it fails the run, unless it is listed under the table with its reason.
 
 """
+
+
+_BOTTOM = """
+## What is put in
+
+{put_in}
+
+## What is not here
+
+- torch's tests of `GradScaler` are in no distribution on PyPI. They do not run.
+- Lightning's and equinox's tests and timm's train.py are in none either. Programs of `tests/downstream/programs` stand
+  in for them.
+- torchtune has no source distribution. pip needs a Rust compiler to fetch nanochat's.
+- Nothing runs on a GPU. The tests of float16 in Accelerate, ignite and skorch need one.
+"""
+
+
+def replacements() -> dict[str, str]:
+    """Return what can be replaced -> the first sentence of its function, read from the source without an import."""
+    tree = ast.parse((ROOM / "plugin" / "downstream_replacements.py").read_text(encoding="utf-8"))
+    documents = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)]
+    named = {
+        key.value: value.id
+        for table in tables
+        for key, value in zip(table.keys, table.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(value, ast.Name)
+    }
+    return {name: re.sub(r"\s+", " ", documents[function].partition("\n\n")[0]) for name, function in named.items()}
 
 
 def line(row: Row) -> str:
@@ -54,7 +85,9 @@ def page(rows: Sequence[Row]) -> str:
             reasons.setdefault((row.name, reason), []).append(f"`{test}`")
     parts += [f"- {name}: {', '.join(tests)}. {reason}\n" for (name, reason), tests in reasons.items()]
     parts += [] if reasons else ["None.\n"]
-    return "".join(parts)
+    used = {name for row in rows for name in row.replaced}
+    put_in = "\n".join(f"- {sentence}" for name, sentence in replacements().items() if name in used)
+    return "".join([*parts, _BOTTOM.format(put_in=put_in)])
 
 
 def read_rows() -> list[Row]:

@@ -36,7 +36,7 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 def autocast() -> None:
-    """`torch.autocast` and its older names, by `polyamp_torch.autocast`."""
+    """`torch.autocast` and its older names: `polyamp_torch.autocast`, with the same arguments."""
     import torch
 
     import polyamp_torch
@@ -52,7 +52,7 @@ def autocast() -> None:
 
 
 def grad_scaler() -> None:
-    """`torch.amp.GradScaler` and its older names, by `polyamp_torch.GradScaler`."""
+    """`torch.amp.GradScaler` and its older names: `polyamp_torch.GradScaler`, with the same arguments."""
     import torch
 
     import polyamp_torch
@@ -63,7 +63,7 @@ def grad_scaler() -> None:
 
 
 def accelerator() -> None:
-    """`accelerate.Accelerator`, by `polyamp_torch.accelerate.Accelerator`."""
+    """`accelerate.Accelerator`: `polyamp_torch.accelerate.Accelerator`, with the same arguments."""
     import accelerate
 
     from polyamp_torch.accelerate import Accelerator
@@ -73,7 +73,7 @@ def accelerator() -> None:
 
 
 def lightning_precision() -> None:
-    """Lightning's plugins of mixed precision, by those of `polyamp_torch.lightning` with Lightning's arguments."""
+    """Lightning's plugins of mixed precision: those of `polyamp_torch.lightning`."""
     from lightning.fabric.plugins import MixedPrecision as NativeFabric
     from lightning.pytorch.plugins import MixedPrecision as NativeTrainer
 
@@ -98,7 +98,7 @@ def lightning_precision() -> None:
 
 
 def keras_loss_scale_optimizer() -> None:
-    """`keras.optimizers.LossScaleOptimizer`, by `polyamp_tensorflow.LossScaleOptimizer`."""
+    """`keras.optimizers.LossScaleOptimizer`: `polyamp_tensorflow.LossScaleOptimizer`, with the same arguments."""
     import keras
 
     from polyamp_tensorflow import LossScaleOptimizer
@@ -114,10 +114,10 @@ _LIBRARIES: Final = ("jax", "flax", "haiku", "equinox", "optax", "polyamp", "pol
 
 
 def gradients() -> None:
-    """`jax.grad` and `jax.value_and_grad`, and flax's and equinox's forms of them, where a program calls them.
+    """`jax.grad`, `jax.value_and_grad` and flax's and equinox's forms of them: `polyamp_jax.scaled_value_and_grad` with
+    a loss scale of 1024, under "mixed_bfloat16". It is counted once per trace.
 
-    The function runs under "mixed_bfloat16" with a loss scale of 1024: a model among its arguments by
-    `policy.autocast(model)`, a function of arrays by `polyamp_jax.autocast`.
+    A model among the arguments runs by `policy.autocast(model)`, a function of arrays by `polyamp_jax.autocast`.
     """
     import equinox
     import jax
@@ -178,7 +178,7 @@ def gradients() -> None:
 
 
 def jmp_policy() -> None:
-    """`jmp.Policy` and `jmp.get_policy`, by `polyamp.Policy`."""
+    """`jmp.Policy` and `jmp.get_policy`: `polyamp.Policy` with the names of jmp's attributes."""
     import jax.numpy as jnp
     import jmp
     from jmp._src import policy as module
