@@ -44,7 +44,7 @@ _BOTTOM = """
 - Lightning's and equinox's tests and timm's train.py are in none either. Programs of `tests/downstream/programs` stand
   in for them.
 - torchtune has no source distribution. pip needs a Rust compiler to fetch nanochat's.
-- Nothing runs on a GPU. The tests of float16 in Accelerate, ignite and skorch need one.
+- Nothing runs on a GPU. The tests of float16 in Accelerate and ignite need one.
 """
 
 
