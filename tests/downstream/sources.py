@@ -19,6 +19,11 @@ def source_folder(package: Package) -> Path:
         SystemExit: pip found no source distribution of that version.
     """
     folder = SOURCES / f"{package.name}-{package.version}"
+    SOURCES.mkdir(parents=True, exist_ok=True)
+    ini = SOURCES / "pytest.ini"
+    ini.write_text(
+        "# For packages without settings: not those of this repository.\n[pytest]\n", encoding="utf-8"
+    )
     if folder.is_dir():
         return folder
     archives = SOURCES / "archives" / folder.name
