@@ -21,9 +21,7 @@ def source_folder(package: Package) -> Path:
     folder = SOURCES / f"{package.name}-{package.version}"
     SOURCES.mkdir(parents=True, exist_ok=True)
     ini = SOURCES / "pytest.ini"
-    ini.write_text(
-        "# For packages without settings: not those of this repository.\n[pytest]\n", encoding="utf-8"
-    )
+    ini.write_text("# For packages without settings: not those of this repository.\n[pytest]\n", encoding="utf-8")
     if folder.is_dir():
         return folder
     archives = SOURCES / "archives" / folder.name

@@ -18,7 +18,7 @@ from examples.transformer import dataset, train  # noqa: E402  # found in the so
 def test_loss_falls() -> None:
     text = (SOURCE / "README.md").read_text(encoding="utf-8").encode("ascii", "ignore").decode()
     batches = dataset.load_ascii_dataset(text, batch_size=2, sequence_length=32)
-    train.NUM_LAYERS = 2
+    train.NUM_LAYERS = 2  # of six
     state, losses = train.init(jax.random.PRNGKey(0), next(batches)), []
     for _ in range(60):
         state, metrics = train.update(state, next(batches))
