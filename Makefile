@@ -7,6 +7,7 @@
 # make api-diff SINCE=COMMIT: what broke in the public API since a commit, or since the last tag.
 # make docs: the documentation site in out/docs/html, checked; the extra "docs" is installed at the first time.
 # make zoo: public models moved between frameworks, and judged; writes docs/measurements/data/port_zoo.md in some minutes.
+# make downstream: tests and programs of public packages with polyamp put in; writes docs/measurements/downstream.md.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check lint bench fuzz mutants soak zoo docs release api-diff clean
+.PHONY: demo test check lint bench fuzz mutants soak zoo downstream docs release api-diff clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -48,6 +49,17 @@ soak: $(STAMP)
 zoo: $(STAMP)
 	$(BIN)/python -m tests.porting.public.zoo --write
 
+DOWNSTREAM_GROUPS := torch tensorflow jax
+
+downstream: $(DOWNSTREAM_GROUPS:%=.venv-downstream-%/.installed)
+	.venv-downstream-torch/bin/python -m tests.downstream --write $(DOWNSTREAM)
+
+.venv-downstream-%/.installed: pyproject.toml constraints.txt tests/downstream/packages/*.py
+	$(PYTHON) -m venv .venv-downstream-$*
+	.venv-downstream-$*/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+	    --constraint constraints.txt --editable ".[$*,testing]" $$($(PYTHON) -m tests.downstream --requirements $*)
+	touch $@
+
 docs: $(VENV)/.docs-installed
 	$(BIN)/python docs/site/build.py
 
@@ -79,7 +91,7 @@ $(NEWEST): test-%-newest:
 	.venv-$*-newest/bin/python tests/run.py --only $($*_SUITES)
 
 clean:
-	rm -rf $(VENV) .venv-*-oldest .venv-*-newest .venv-bench-* out build dist
+	rm -rf $(VENV) .venv-*-oldest .venv-*-newest .venv-bench-* .venv-downstream-* out build dist
 
 # --no-compile: of 20,000 modules fewer than half are imported, and Python compiles each when it first is.
 $(STAMP): pyproject.toml constraints.txt
