@@ -1,6 +1,7 @@
 """polyamp: one `Policy` / `LossScaler` API for mixed-precision training in PyTorch, TensorFlow and JAX.
 
-Importing it imports no framework. Heavy modules are imported at their first use.
+Importing it imports no framework. Heavy modules are imported at their first use. Docstrings and messages cite rules by
+their numbers, such as S12; the command `polyamp rules S12` prints the rule.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from polyamp.recipe import optimizers
     from polyamp.recipe.dialects.dialect_report import DialectReport, dialect_report
     from polyamp.recipe.ema import Ema
+    from polyamp.recipe.float8 import Float8
     from polyamp.recipe.groups import Group, no_decay
     from polyamp.recipe.optimizers import *  # noqa: F403  # every optimizer
     from polyamp.recipe.policy import Policy
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from polyamp.recipe.scaler import LossScaler, LossScaleState
     from polyamp.results import Gradients, StepResult
     from polyamp.train.averages import averaged, averaged_model
-    from polyamp.train.checkpoint import restore, save
+    from polyamp.train.checkpoint import load_extra, restore, save
     from polyamp.train.refresh import refresh
     from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
     from polyamp.train.trainable_parameters import parameters
@@ -87,13 +89,14 @@ _EXPORTS = {
     "porting.port": ("port",),
     "recipe.dialects.dialect_report": ("DialectReport", "dialect_report"),
     "recipe.ema": ("Ema",),
+    "recipe.float8": ("Float8",),
     "recipe.groups": ("Group", "no_decay"),
     "recipe.policy": ("Policy",),
     "recipe.recipe": ("Recipe",),
     "recipe.scaler": ("LossScaleState", "LossScaler"),
     "results": ("Gradients", "StepResult"),
     "train.averages": ("averaged", "averaged_model"),
-    "train.checkpoint": ("restore", "save"),
+    "train.checkpoint": ("load_extra", "restore", "save"),
     "train.trainable_parameters": ("parameters",),
     "train.refresh": ("refresh",),
     "train.step": ("apply_gradients", "init", "train_step", "value_and_grad"),
@@ -106,6 +109,9 @@ _OTHER_HINTS = {
     "the loss is scaled, in every framework.",
     "LossScaleOptimizer": "polyamp_tensorflow.LossScaleOptimizer takes the place of Keras's.",
     "apply_policy": "polyamp_tensorflow.apply_policy(model, policy) puts a policy on a built Keras model.",
+    "compile": "polyamp_tensorflow.compile(model, recipe, loss=...) prepares a Keras model for fit. In torch and JAX "
+    "polyamp.train_step(loss_fn, recipe) makes the step. Its option compile=True compiles it in torch; JAX compiles it "
+    "by itself.",
     "autocast": "policy.autocast(fn_or_model) runs a function or a model under a policy in every framework, and "
     "polyamp_torch.autocast takes the place of torch.autocast.",
     "scaled_value_and_grad": "polyamp_jax.scaled_value_and_grad(fun, scaler) takes the place of jax.value_and_grad.",
@@ -125,6 +131,7 @@ __all__ = [
     "CheckpointError",
     "DialectReport",
     "Ema",
+    "Float8",
     "GradientError",
     "Gradients",
     "Group",
@@ -160,6 +167,7 @@ __all__ = [
     "find_nonfinite",
     "init",
     "lint",
+    "load_extra",
     "losses",
     "no_decay",
     "parameters",

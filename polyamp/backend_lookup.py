@@ -198,6 +198,27 @@ def install_command(entry: EntryPoint) -> str:
     return f'pip install "polyamp[{extra}]"'
 
 
+def check_framework(package: str, extra: str, *frameworks: str) -> None:
+    """Raise if a framework that a backend's package imports is not installed. The packages call it at their import.
+
+    Args:
+        package: the import package, such as "polyamp_torch".
+        extra: the extra of polyamp that installs the frameworks.
+        frameworks: their root modules.
+
+    Raises:
+        ModuleNotFoundError: names the first that is missing, and the command that installs it.
+    """
+    from importlib.util import find_spec
+
+    for framework in frameworks:
+        if find_spec(framework) is None:
+            raise ModuleNotFoundError(
+                f'{package} needs {framework}, which is not installed. Run: pip install "polyamp[{extra}]"',
+                name=framework,
+            )
+
+
 def installed_version(distribution: str) -> str | None:
     """Return the version of a distribution, None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version

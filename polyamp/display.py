@@ -1,9 +1,9 @@
-"""Display of states, results and reports: one line in a terminal, a small table in a notebook."""
+"""Display of states, results and reports: one line or a few in a terminal, a small table in a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 def plain_number(value: Any) -> str:
@@ -16,6 +16,20 @@ def plain_number(value: Any) -> str:
     return f"{number:.0f}" if number.is_integer() else f"{number:g}"
 
 
+def first_lines(text: str, count: int = 10) -> str:
+    """Return the `repr` of a report: its text, of which at most `count` lines.
+
+    >>> print(first_lines("a\\nb\\nc\\nd", 3))
+    a
+    b
+    ... (2 more lines: print it)
+    """
+    lines = text.splitlines()
+    if len(lines) > count:
+        lines[count - 1 :] = [f"... ({len(lines) - count + 1} more lines: print it)"]
+    return "\n".join(lines)
+
+
 class StateDisplayMixin:
     """Mixin with a state's `repr` and notebook table, from `_place`.
 
@@ -23,6 +37,13 @@ class StateDisplayMixin:
     """
 
     __slots__ = ()
+    _shown: ClassVar[tuple[str, ...]] = ("backend", "groups", "model", "recipe", "scale_state", "step")
+    """What a state offers users, here what `polyamp.State` has; a framework's own state names more in its `_shown`."""
+
+    def __dir__(self) -> list[str]:
+        """Return what users need, for `dir` and completion; the rest is between a backend's own modules."""
+        shown = {name for kind in type(self).__mro__ for name in vars(kind).get("_shown", ())}
+        return [name for name in object.__dir__(self) if name.startswith("__") or name in shown]
 
     def _place(self) -> tuple[str, int | str]:
         """Return the device, and the number of trainable parameters."""

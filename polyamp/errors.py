@@ -33,7 +33,17 @@ class LossScaleError(PolyampError, ValueError):
 
 
 class LossScaleStuckError(PolyampError, RuntimeError):
-    """Every step is skipped although the loss scale is at its minimum: the gradients themselves are not finite."""
+    """Every step is skipped although the loss scale is at its minimum: the gradients themselves are not finite.
+
+    Attributes:
+        parameters: paths of the parameters whose gradients are not finite on the last batch.
+        loss_is_finite: whether the loss of that batch is finite; None if it is not known.
+        call: the call that names the first operation and module that is not finite, as Python code.
+    """
+
+    parameters: tuple[str, ...] = ()
+    loss_is_finite: bool | None = None
+    call: str = ""
 
 
 class LossError(PolyampError, ValueError):

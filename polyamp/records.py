@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Self, dataclass_transform, get_type_hints
 
 from polyamp.errors import ArgumentError, PolyampError, RecipeError, describe_value
 
+_OF_CLASS = frozenset({"called", "defaults", "error", "field_names", "keyword_only", "tag", "word"})
+
 
 class _Signature:
     """`__signature__` of a record class, built on first access: importing `inspect` takes as long as all else."""
@@ -84,6 +86,11 @@ class Record:
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen; use {self.word}.replace(...) to get a changed copy.")
+
+    def __dir__(self) -> list[str]:
+        """Return what users need, for `dir` and completion: without what describes the class."""
+        names = object.__dir__(self)
+        return [name for name in names if name.startswith("__") or not (name[0] == "_" or name in _OF_CLASS)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name: `type(record)(**record.to_dict()) == record`."""

@@ -17,6 +17,10 @@ Example:
     (1.0, 'float32')
 """
 
+from polyamp.backend_lookup import check_framework
+
+check_framework(__name__, "jax", "jax", "optax")
+
 from polyamp_jax.backend import BACKEND, JaxBackend
 from polyamp_jax.own_loop.jax_only.select import select
 from polyamp_jax.own_loop.native_scaler import scaled_value_and_grad
@@ -36,3 +40,7 @@ __all__ = [
     "scaled_value_and_grad",
     "select",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

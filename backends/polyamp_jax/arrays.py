@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.array_namespace import array_namespace
-from polyamp.errors import ModelError
+from polyamp.errors import ModelError, UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
+from polyamp.recipe.float8 import Float8
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.batches import host_array
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
 """`Policy.float32_matmul` -> JAX's name; XLA uses the nearest precision that the device has."""
+
+_NATIVE_CAPABILITY: Final = (8, 9)
+"""Compute capability from which NVIDIA's GPUs multiply 8-bit floats (docs.nvidia.com/cuda, "Compute Capabilities")."""
 
 
 def _asarray(value: Any, like: Any) -> Any:
@@ -193,4 +197,24 @@ def matmul_precision(plan: ResolvedPolicy) -> contextlib.AbstractContextManager[
 def _is_numeric(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic) and (
         leaf.dtype.kind in "biufc" or dtype_name(leaf) in FLOAT_DTYPES
+    )
+
+
+def check_float8_device(float8: Float8 | None) -> None:
+    """Reject products in 8 bits on a device that has none (S20, S36).
+
+    Raises:
+        UnsupportedError: there are none, and the policy does not emulate them.
+    """
+    if float8 is None or float8.emulate:
+        return
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "0"))
+    version = tuple(int(part) for part in capability.split(".") if part.isdigit())
+    if device.platform == "gpu" and version >= _NATIVE_CAPABILITY:
+        return
+    raise UnsupportedError(
+        f"float8: this device ({device.device_kind!r}) multiplies no 8-bit floats; NVIDIA's GPUs of compute capability "
+        "8.9 and later do. Use Policy('mixed_float8', float8=polyamp.Float8(emulate=True)) to compute the same 8-bit "
+        "numbers' products in float32, or Policy('mixed_bfloat16')."
     )

@@ -64,6 +64,7 @@ class JaxBackend:
     to_numpy = staticmethod(arrays.to_numpy)
     cast = staticmethod(arrays.cast)
     changes_op_rules = True
+    has_float8_products = True
     apply_gradients = staticmethod(steps.apply_gradients)
     export_state = staticmethod(states_.export_arrays)
     import_state = staticmethod(states_.replace_arrays)
@@ -184,13 +185,20 @@ class JaxBackend:
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
+        monitor = options.get("monitor")
+        outputs = None
+        if monitor is not None and monitor.activations:
+            from polyamp_jax.observe.jax_only.tagged_outputs import TaggedOutputs
+
+            outputs = TaggedOutputs(monitor)
         return steps.JaxTrainStep(
             loss_fn,
             compiled=compiled,
             donate=donate,
             axis_name=axis_name,
             weight=options.get("weight"),
-            monitor=options.get("monitor"),
+            monitor=monitor,
+            outputs=outputs,
         )
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:

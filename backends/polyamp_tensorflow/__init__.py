@@ -15,6 +15,10 @@ For `fit` and custom training loops:
 
 from __future__ import annotations
 
+from polyamp.backend_lookup import check_framework
+
+check_framework(__name__, "tensorflow", "tensorflow", "keras")
+
 from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger  # Keras's word for it
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 from polyamp_keras.precision.apply_policy import AppliedPolicy, apply_policy, dtype_policy
@@ -38,3 +42,7 @@ __all__ = [
     "dtype_policy",
     "guard",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

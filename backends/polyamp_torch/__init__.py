@@ -4,6 +4,10 @@
 `GradScaler`; FSDP2 uses `fully_shard`. Import `polyamp_torch.lightning` and `polyamp_torch.accelerate` explicitly.
 """
 
+from polyamp.backend_lookup import check_framework
+
+check_framework(__name__, "torch", "torch")
+
 from polyamp_torch.backend import BACKEND, TorchBackend
 from polyamp_torch.distributed.fsdp_mixed_precision import fully_shard, mixed_precision_policy
 from polyamp_torch.own_loop.native_scaler import GradScaler
@@ -23,3 +27,7 @@ __all__ = [
     "fully_shard",
     "mixed_precision_policy",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -52,6 +52,7 @@ class TorchBackend:
     name = "torch"
     monitors_steps = True
     changes_op_rules = True
+    has_float8_products = True
     xp = XP
     losses = TorchLosses()
     to_numpy = staticmethod(arrays.to_numpy)

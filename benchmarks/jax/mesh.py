@@ -5,7 +5,7 @@
 The devices are forced ones of one CPU, so this says what XLA's SPMD partitioner makes of the program, not how long it
 takes. Three programs of one training (a stack of residual blocks, AdamW, clipping by the global norm) are compared for
 each way to lay the parameters: by hand without clipping, by hand with `optax.clip_by_global_norm`, and polyamp's.
-Arrays are counted, not operations: XLA puts several into one. In the table of `docs/cost_at_scale.md`.
+Arrays are counted, not operations: XLA puts several into one. In the table of `docs/measurements/data/replicas.md`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from polyamp import schedules as s
 
 CHARTS = {
-    "linear": {"": s.linear(1.0, 10, 100)},
+    "linear, linear_warmup": {"linear": s.linear(1.0, 10, 100), "linear_warmup": s.linear_warmup(0.5, 40)},
     "cosine, warmup_cosine": {"cosine": s.cosine(1.0, 100), "warmup_cosine": s.warmup_cosine(1.0, 10, 100, end=0.1)},
     "wsd": {
         "1-sqrt": s.wsd(1.0, 10, 100, 40),
@@ -19,7 +19,11 @@ CHARTS = {
     "one_cycle": {"cosine": s.one_cycle(1.0, 30, 100), "linear": s.one_cycle(1.0, 30, 100, shape="linear")},
     "inverse_sqrt": {"": s.inverse_sqrt(1.0, 10)},
     "polynomial": {f"power={power:g}": s.polynomial(1.0, 100, power) for power in (0.5, 1.0, 2.0)},
-    "exponential, step": {"exponential": s.exponential(1.0, 0.5, 20), "step": s.step(1.0, 20, 0.5)},
+    "exponential, step, piecewise": {
+        "exponential": s.exponential(1.0, 0.5, 20),
+        "step": s.step(1.0, 20, 0.5),
+        "piecewise": s.piecewise((0.2, 0.6, 0.1), (30, 80)),
+    },
     "restarts": {"factor=1": s.restarts(1.0, 34), "factor=2": s.restarts(1.0, 15, 2, peak_factor=0.7)},
     "join": {"": s.join([s.linear_warmup(1.0, 20), s.constant(1.0), s.cosine(0.5, 40)], [20, 60])},
 }

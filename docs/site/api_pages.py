@@ -34,7 +34,15 @@ PAGES: Final = (
     ApiPage(
         "recipes",
         "Recipes, policies, loss scalers",
-        homes=("recipe.recipe", "recipe.policy", "recipe.scaler", "recipe.ema", "recipe.groups", "recipe.dialects"),
+        homes=(
+            "recipe.recipe",
+            "recipe.policy",
+            "recipe.scaler",
+            "recipe.ema",
+            "recipe.float8",
+            "recipe.groups",
+            "recipe.dialects",
+        ),
     ),
     ApiPage("optimizers", "Optimizers", homes=("recipe.optimizer_formulas",)),
     ApiPage("schedules", "Learning-rate schedules", packages=("polyamp.schedules",)),

@@ -14,6 +14,7 @@ from typing import Final
 from api_pages import names_by_page, write_api_pages
 from command_pages import write_commands
 from public_names import PACKAGES
+from recipe_tables import fill_tables
 from rule_pages import write_rules
 from site_check import BuiltSite
 from source_pages import DOCS, ROOT, SourceTree, rules
@@ -28,9 +29,10 @@ def main() -> int:
     source, html = OUT / "source", OUT / "html"
     shutil.rmtree(html, ignore_errors=True)  # or pages that are gone would stay
     SourceTree(source).write()
+    fill_tables(source / "reference" / f"{name}.md" for name in ("optimizers", "schedules"))
     write_api_pages(source / "reference" / "api")
     write_commands(source / "reference" / "commands.md")
-    write_rules(source / "reference" / "rules.md")
+    write_rules(source)
     arguments = ["--fail-on-warning", "--fresh-env", "--conf-dir", str(DOCS), "--quiet"]
     if sphinx_build([*arguments, "--doctree-dir", str(OUT / "doctrees"), str(source), str(html)]):
         return 1

@@ -81,13 +81,25 @@ def definition(module: str, name: str) -> tuple[str, Statement] | None:
 def members(home: str, node: ast.ClassDef) -> dict[str, tuple[ast.FunctionDef, str]]:
     """Return the documented public methods and properties of a class: name -> (definition, docstring)."""
     found: dict[str, tuple[ast.FunctionDef, str]] = {}
+    shown = _shown_names(home, node)
     for _, each in lineage(home, node):
         for member in each.body if each.name not in _INTERFACES else ():
-            if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
+            if isinstance(member, ast.FunctionDef) and (member.name in shown or not (shown or member.name[0] == "_")):
                 text = ast.get_docstring(member)
                 if text and member.name not in found and not _has_decorator(member, "overload", "setter"):
                     found[member.name] = member, text
     return found
+
+
+def _shown_names(home: str, node: ast.ClassDef) -> set[str]:
+    """Return the names that `dir` offers of a class which lists them in `_shown`, with its bases; empty without."""
+    assigned = [
+        each.value
+        for _, kind in lineage(home, node)
+        for each in kind.body
+        if isinstance(each, ast.Assign | ast.AnnAssign) and _targets(each) == ["_shown"] and each.value is not None
+    ]
+    return {name for value in assigned for name in ast.literal_eval(value)}
 
 
 def lineage(home: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urljoin, urlsplit
 
-from source_pages import rules
+from source_pages import RULE_FOLDER, rule_page, rules
 
 START: Final = "index.html"
 API_INDEX: Final = "reference/api/index.html"
-RULE_PAGES: Final = ("semantics.html", "reference/rules.html")
+RULE_LIST: Final = "semantics.html"
 GENERATED: Final = ("genindex.html", "search.html", "py-modindex.html")
 """Pages of Sphinx's own that a reader reaches by the search field, or not at all."""
 _LOADED: Final = {"script": "src", "img": "src", "iframe": "src", "source": "src", "audio": "src", "video": "src"}
@@ -137,19 +137,23 @@ class BuiltSite:
         return sorted(set(names) - anchors)
 
     def unlinked_rules(self, semantics: str) -> list[str]:
-        """Return the rules to which no page but the list of rules has a link."""
+        """Return the rules to which no page but the list of rules and the rules' own pages has a link."""
         anchors = {
             urlsplit(link).fragment
             for name, page in self.pages.items()
-            if name not in RULE_PAGES
+            if name != RULE_LIST and not name.startswith(f"{RULE_FOLDER}/")
             for link in page.links
         }
         return [f"S{number}" for number, _, anchor in rules(semantics) if anchor not in anchors]
 
     def missing_rules(self, semantics: str) -> list[str]:
-        """Return the rules of `semantics.md` to which no link can lead."""
-        anchors = self.pages["semantics.html"].anchors
-        return [f"S{number}" for number, _, anchor in rules(semantics) if anchor not in anchors]
+        """Return the rules of `semantics.md` that have no page, or whose page lacks the rule's anchor."""
+        found = []
+        for number, _, anchor in rules(semantics):
+            page = self.pages.get(f"{rule_page(number)}.html")
+            if page is None or anchor not in page.anchors:
+                found.append(f"S{number}")
+        return found
 
 
 def _inside(page: str, link: str) -> tuple[str | None, str]:

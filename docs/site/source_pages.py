@@ -17,9 +17,11 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 DOCS: Final = ROOT / "docs"
 PROJECT_PAGES: Final = ("examples/README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Files outside of `docs/` that are always pages, because the table of contents names them."""
+RULE_FOLDER: Final = "reference/rules"
+"""Folder of the site's pages of rules, one each."""
 LANGUAGES: Final = {".py": "python", ".toml": "toml", ".yml": "yaml"}
 _FENCE: Final = re.compile(r"^(?P<fence>`{3,}).*?^(?P=fence)`*\s*$", re.MULTILINE | re.DOTALL)
-_LINK: Final = re.compile(r"(?<!!)\[(?P<text>[^\[\]]+)\]\((?P<target>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
+LINK: Final = re.compile(r"(?<!!)\[(?P<text>[^\[\]]+)\]\((?P<target>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def outside_fences(text: str, change: Callable[[str], str]) -> str:
@@ -38,6 +40,11 @@ def rules(semantics: str) -> list[tuple[int, str, str]]:
         words = re.sub(r"[^\w\- ]", "", f"S{number} {title}".lower())
         found.append((int(number), title, words.strip().replace(" ", "-")))
     return sorted(found)
+
+
+def rule_page(number: int) -> str:
+    """Return the site's page of a rule, without its ending."""
+    return f"{RULE_FOLDER}/s{number}"
 
 
 class SourceTree:
@@ -78,7 +85,7 @@ class SourceTree:
             return  # the index for readers of the repository; the site has `index.md`
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".md":
-            text = outside_fences(text, lambda prose: _LINK.sub(lambda link: self._link(file, link), prose))
+            text = outside_fences(text, lambda prose: LINK.sub(lambda link: self._link(file, link), prose))
         else:
             text = f"# `{file.relative_to(ROOT)}`\n\n``````{LANGUAGES[file.suffix]}\n{text}``````\n"
         page = self.place(file)
@@ -93,11 +100,16 @@ class SourceTree:
             if not (target / "README.md").exists():
                 return link["text"]
             target /= "README.md"
-        if target.is_relative_to(DOCS) and target != DOCS / "README.md" and file.is_relative_to(DOCS):
+        is_page = target.is_relative_to(DOCS) and target not in (DOCS / "README.md", DOCS / "semantics.md")
+        if is_page and file.is_relative_to(DOCS):
             return link.group()
         if target.suffix != ".md" and target.suffix not in LANGUAGES:
             return link["text"]
         if not target.is_relative_to(DOCS):
             self._left.append(target)
-        path = os.path.relpath(self.place(target), self.place(file).parent)
+        place = self.place(target)
+        rule = re.match(r"#s(\d+)-", link["anchor"] or "") if target == DOCS / "semantics.md" else None
+        if rule is not None:
+            place = self.folder / f"{rule_page(int(rule[1]))}.md"
+        path = os.path.relpath(place, self.place(file).parent)
         return f"[{link['text']}]({path}{link['anchor'] or ''})"

@@ -1,23 +1,21 @@
 """A Sphinx extension that makes links of what a text names.
 
-A rule's number, as in "(S12)", leads to the rule in `semantics.md`. A public name in code, as in `polyamp.init` or
+A rule's number, as in "(S12)", leads to the page of the rule. A public name in code, as in `polyamp.init` or
 `polyamp.save(state, path)`, leads to the reference; the reference's own pages name things without `polyamp.` too.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, Final
 
 from docutils import nodes
-from source_pages import rules
+from source_pages import DOCS, rule_page, rules
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 _NUMBER: Final = re.compile(r"\bS(?:[1-9]|[12]\d|3\d)\b")
 _NAME: Final = re.compile(r"([A-Za-z_][\w.]*)(?:\(.*\))?")
-_RULES_PAGE: Final = "semantics"
 _API: Final = "reference/api/"
 _NO_LINK: Final = (nodes.literal_block, nodes.reference, nodes.title, nodes.raw)
 
@@ -43,7 +41,7 @@ class TextLinks(SphinxPostTransform):
             at = 0
             for match in _NUMBER.finditer(text):
                 if match.group() in anchors:
-                    uri = self._uri(_RULES_PAGE, anchors[match.group()])
+                    uri = self._uri(*anchors[match.group()])
                     parts.append(nodes.Text(text[at : match.start()]))
                     parts.append(nodes.reference("", match.group(), internal=True, refuri=uri, classes=["rule"]))
                     at = match.end()
@@ -78,8 +76,8 @@ def _is_inside(node: nodes.Node, kinds: tuple[type[nodes.Node], ...]) -> bool:
 
 
 def _read_anchors(app: Sphinx) -> None:
-    text = (Path(app.srcdir) / f"{_RULES_PAGE}.md").read_text(encoding="utf-8")
-    app.env.rule_anchors = {f"S{number}": anchor for number, _, anchor in rules(text)}
+    text = (DOCS / "semantics.md").read_text(encoding="utf-8")
+    app.env.rule_anchors = {f"S{number}": (rule_page(number), anchor) for number, _, anchor in rules(text)}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

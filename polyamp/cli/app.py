@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import typer
 
 import polyamp
-from polyamp.cli import diagnose, doctor, explain, lint, monitor, port, tables
+from polyamp.cli import diagnose, doctor, explain, lint, monitor, port, rules, tables
 from polyamp.cli.console import exit_with_error, make_console
 from polyamp.demo import digits
 from polyamp.demo.comparison_report import DemoReport
@@ -41,6 +41,7 @@ app.command()(monitor.monitor)
 app.command()(diagnose.diagnose)
 app.command()(explain.explain)
 app.command()(lint.lint)
+app.command()(rules.rules)
 
 Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
 Policies = Annotated[

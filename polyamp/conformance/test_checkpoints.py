@@ -38,6 +38,20 @@ def test_s33_a_folder_resumes_bit_identically(backend: Backend, tmp_path: Path) 
         assert [key for key in straight if straight[key].tobytes() != resumed[key].tobytes()] == [], name
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_s22_a_users_values_come_back_beside_the_state(
+    backend: Backend, harness: Harness, tmp_path: Path, sharded: bool
+) -> None:
+    made = recipe()
+    state, (result,) = advance(polyamp.init(harness.mlp(layers()), made), [batch(0)])
+    polyamp.save(state, tmp_path / "state", sharded=sharded, extra={"best_val_loss": result.loss, "epoch": 1})
+    found = polyamp.load_extra(tmp_path / "state")
+    assert found == {"best_val_loss": float(result.loss), "epoch": 1}
+    assert type(found["best_val_loss"]) is float
+    restored = polyamp.restore(polyamp.init(harness.mlp(layers(seed=1)), made), tmp_path / "state")
+    assert int(restored.step) == 1
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -183,3 +183,50 @@ def test_s35_gradients_that_a_16_bit_pass_loses_are_seen(backend: Backend, harne
         assert all(each.overflow == 0.0 for each in stats)
     assert min(lost[0]) > 0.9
     assert max(lost[1]) < 0.5
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_s35_outputs_of_modules_are_measured(
+    backend: Backend, harness: Harness, monitors: bool, accumulate: int
+) -> None:
+    """Of the last layer all that can be known without a framework is computed here; an overflow is named by module."""
+    if not monitors:
+        return
+    made = recipe("mixed_float16", scaler=polyamp.LossScaler(init_scale=SCALE), accumulate_steps=accumulate)
+    shapes = layers()
+    monitor = polyamp.Monitor(every=2, gradients=False, updates=False, activations=["*dense*"])
+    state = polyamp.init(harness.mlp(shapes), made)
+    step = polyamp.train_step(loss_fn, made, monitor=monitor)
+    state, _ = step(state, batch(0))
+    now, data = harness.weights(state), batch(1)
+    first = data["x"] @ now[0].kernel + now[0].bias
+    second = np.maximum(first, 0.0) @ now[1].kernel + now[1].bias
+    state, _ = step(state, data)
+    data["x"] = data["x"] * 2.0**18
+    for _ in range(2):
+        state, _ = step(state, data)
+    record, overflown = monitor.records
+    assert len(record.modules) == 2
+    for each, outputs in zip(record.modules, (first, second), strict=True):
+        stats = each.activations
+        assert stats is not None
+        assert each.gradients is None
+        assert stats.elements == outputs.size
+        assert (stats.zero, stats.underflow, stats.overflow) == (0.0, 0.0, 0.0)
+        assert stats.rms == pytest.approx(np.sqrt(np.mean(outputs**2)), rel=1e-2)
+        assert stats.largest == pytest.approx(np.abs(outputs).max(), rel=1e-2)
+    stats = overflown.modules[0].activations
+    assert stats is not None
+    assert 0.5 < stats.overflow <= 1.0
+    assert stats.largest == math.inf
+    assert overflown.skipped
+
+
+def test_s35_activations_that_match_no_module_are_refused(backend: Backend, harness: Harness, monitors: bool) -> None:
+    if not monitors:
+        return
+    made = recipe()
+    monitor = polyamp.Monitor(every=1, activations="decoder/**")
+    step = polyamp.train_step(loss_fn, made, monitor=monitor)
+    with pytest.raises(ArgumentError, match=r"activations=\['decoder/\*\*'\] matches none of the modules .*dense0"):
+        step(polyamp.init(harness.mlp(layers()), made), batch())

@@ -130,8 +130,14 @@ def test_s17_the_scale_never_exceeds_its_ceiling(backend: Backend, harness: Harn
 def test_s17_stuck_names_the_parameters(backend: Backend, harness: Harness) -> None:
     scaler = polyamp.LossScaler(init_scale=2.0, min_scale=1.0, patience=3)
     made = recipe("mixed_float16", scaler=scaler)
-    with pytest.raises(LossScaleStuckError, match=r"at its floor of 1: .* inf or NaN gradients: .*dense0.*dense1"):
+    with pytest.raises(LossScaleStuckError, match=r"at its floor of 1: .* inf or NaN gradients: .*dense0") as caught:
         train(harness, made, [batch(gain=np.nan)] * 6)
+    error = caught.value
+    assert [name.rpartition("/")[0][-6:] for name in error.parameters] == ["dense0", "dense0", "dense1", "dense1"]
+    assert error.loss_is_finite is False
+    assert error.call == "polyamp.find_nonfinite(loss_fn, state.recipe.policy, state.model, batch, loss_scale=1)"
+    assert "The loss is not finite either: the forward pass breaks. Look for" in str(error)
+    assert error.call in str(error)
 
 
 def test_s17_stuck_can_warn_or_be_ignored(backend: Backend, harness: Harness) -> None:
@@ -228,8 +234,9 @@ def test_s17_stuck_looks_at_every_micro_batch(harness: Harness) -> None:
     large = batch(gain=1e20)
     large["y"] *= 0.0
     state, _ = step(state, [batch(), large])
-    with pytest.raises(LossScaleStuckError, match=r"gradients: (?!none).*dense"):
+    with pytest.raises(LossScaleStuckError, match=r"gradients: (?!none).*dense") as caught:
         step(state, [batch(), large])
+    assert "state.model, batch[1], loss_scale=1)" in caught.value.call
 
 
 def test_s17_stuck_names_parameters_whose_gradients_are_inf(backend: Backend, harness: Harness) -> None:

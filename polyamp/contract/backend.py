@@ -55,7 +55,8 @@ else:
 
 class State(Protocol[ModelT_co]):
     """Model in training, generic in the model's type. In JAX a pytree; in torch and Keras it contains the user's own
-    module. Framework-specific attributes are on its class, such as `polyamp_torch.TorchState`."""
+    module. Framework-specific attributes are on its class, such as `polyamp_torch.TorchState`: for a type checker,
+    `assert isinstance(state, polyamp_torch.TorchState)`."""
 
     @property
     def backend(self) -> Backend:
@@ -216,6 +217,14 @@ class HasOperationRules(Protocol):
 
     changes_op_rules: bool
     """Whether it can; True."""
+
+
+@runtime_checkable
+class HasFloat8Products(Protocol):
+    """Optional protocol: a backend that multiplies activations and parameters in 8 bits (S36)."""
+
+    has_float8_products: bool
+    """Whether it does; True."""
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp.display import html_table
+from polyamp.display import first_lines, html_table
 from polyamp.recipe.policy import Policy
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class CastingReport:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"CastingReport({len(self.operations)} rows; print it for the table)"
+        return first_lines(str(self))
 
 
 def _dtypes_by_operation(rows: Sequence[OperationCount]) -> dict[tuple[str, str, str], tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from polyamp.diagnosis.report_data import DiagnoseFindings, ModuleMagnitudes
+from polyamp.display import first_lines
 from polyamp.files import write_atomically
 from polyamp.recipe.recipe import Recipe
 
@@ -47,7 +48,7 @@ class DiagnoseReport(DiagnoseFindings, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"DiagnoseReport({self.outcome!r}, sensitive={self.sensitive!r}; print it)"
+        return first_lines(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""

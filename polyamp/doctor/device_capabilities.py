@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from polyamp.display import first_lines
 from polyamp.doctor import text_table
 from polyamp.doctor.measurements import DtypeCapability, KnownTrap, Recommendation
 
@@ -38,6 +39,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return text_table.render(self.print)
+
+    def __repr__(self) -> str:
+        return first_lines(str(self))
 
     def print(self, console: Console) -> None:
         """Print it on a console of rich, without the legend of the table."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from polyamp.display import first_lines
 from polyamp.linter.lint_page import lint_page
 from polyamp.linter.lint_rules import LintFinding
 from polyamp.report_page.page_files import save_page
@@ -36,7 +37,7 @@ class LintReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"LintReport({[each.rule for each in self.findings]!r}; print it)"
+        return first_lines(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""

@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Raise an error that suggests polyamp's name for other libraries' names of these losses."""
     from polyamp.errors import did_you_mean

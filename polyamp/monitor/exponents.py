@@ -1,4 +1,4 @@
-"""`tensor_stats`: shares and histogram of a module, from its counts of float32 exponent fields."""
+"""Statistics of a module on the host: of its parameters from counts of exponent fields, of its outputs from sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.float_formats import FORMATS
-from polyamp.monitor.records import TensorStats
+from polyamp.monitor.records import OutputStats, TensorStats
 from polyamp.monitor.slots import EXPONENT_FIELDS
 
 if TYPE_CHECKING:
@@ -58,6 +58,29 @@ def tensor_stats(counts: np.ndarray[Any, Any], norm: float, compute: str, factor
         norm=norm,
         first_exponent=first,
         exponents=[exponents.get(exponent, 0) for exponent in range(first, last + 1)],
+    )
+
+
+def output_stats(sums: np.ndarray[Any, Any], largest: float) -> OutputStats | None:
+    """Return the statistics of a module's outputs from `OutputFigures`; None if there is no element.
+
+    Example:
+        >>> import numpy as np
+        >>> found = output_stats(np.array([8.0, 4.0, 2.0, 0.0, 0.0, 32.0]), 4.0)
+        >>> found.zero, found.underflow, found.rms, found.largest
+        (0.5, 0.25, 2.0, 4.0)
+    """
+    elements, zeros, underflow, subnormal, overflow, squares = map(float, sums)
+    if not elements:
+        return None
+    return OutputStats(
+        elements=round(elements),
+        zero=zeros / elements,
+        underflow=underflow / elements,
+        subnormal=subnormal / elements,
+        overflow=overflow / elements,
+        rms=math.sqrt(squares / elements) if squares >= 0.0 else squares,  # NaN stays
+        largest=largest,
     )
 
 

@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyamp.errors import ArgumentError, describe_value
-from polyamp.monitor.exponents import tensor_stats
+from polyamp.errors import ArgumentError, UnsupportedError, describe_value
+from polyamp.monitor.exponents import output_stats, tensor_stats
 from polyamp.monitor.records import FORMAT_VERSION, ModuleRecord, MonitorHeader, MonitorRecord
 from polyamp.monitor.scale_words import ScaleJudge, ScalePoint
 from polyamp.monitor.slots import MonitorSelection, MonitorSlots
 from polyamp.monitor.writers import MonitorWriter
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import StepResult
+from polyamp.trees import leaves, map_tree
 
 
 class MonitorSource(NamedTuple):
@@ -59,6 +60,8 @@ class Monitor:
         updates: whether the size of its updates is compared with that of its weights. In torch this copies the
             parameters in the steps that are read.
         modules: None for all modules that have parameters; a depth, to which paths are cut; or globs.
+        activations: globs such as "encoder/**" of the modules whose outputs are measured, or True for all modules:
+            what underflows or overflows in the compute dtype, the largest absolute value and the root mean square.
         writers: where records go; see `polyamp.monitor.writers`.
 
     Raises:
@@ -87,6 +90,7 @@ class Monitor:
         weights: bool = False,
         updates: bool = True,
         modules: int | str | Sequence[str] | None = None,
+        activations: bool | str | Sequence[str] = False,
         writers: Sequence[MonitorWriter] = (),
     ) -> None:
         self.every = every
@@ -94,7 +98,8 @@ class Monitor:
         _check_modules(modules)
         chosen = (modules,) if isinstance(modules, str) else modules
         chosen = chosen if chosen is None or isinstance(chosen, int) else tuple(chosen)
-        self._selection = MonitorSelection(bool(gradients), bool(weights), bool(updates), chosen, 1)
+        outputs = _activation_globs(activations)
+        self._selection = MonitorSelection(bool(gradients), bool(weights), bool(updates), chosen, 1, outputs)
         self._writers: list[MonitorWriter] = list(writers)
         for writer in self._writers:
             _check_writer(writer)
@@ -137,9 +142,24 @@ class Monitor:
         self.flush()
         return {**self.__dict__, "_first": None}
 
-    def selection(self, *, traced: bool) -> MonitorSelection:
-        """Return what a step collects; `traced`: a step inside of the user's own compiled function."""
-        return self._selection._replace(every=self.every if traced else 1)
+    def selection(self, recipe: Recipe, *, traced: bool) -> MonitorSelection:
+        """Return what a step of this recipe collects; `traced`: one inside of the user's own compiled function."""
+        compute = recipe.policy.compute if self._selection.activations else ""
+        return self._selection._replace(every=self.every if traced else 1, compute=compute)
+
+    def loop_selection(self) -> MonitorSelection:
+        """Return what a step of another library's loop collects, which calls the model by itself.
+
+        Raises:
+            UnsupportedError: outputs of modules are selected.
+        """
+        if self._selection.activations:
+            raise UnsupportedError(
+                f"Monitor(activations={list(self._selection.activations)}) is read by polyamp.train_step(..., "
+                "monitor=monitor) alone, which knows where a forward pass begins and ends. Leave out activations= in "
+                "this loop."
+            )
+        return self._selection
 
     def begin_call(self) -> bool:
         """Count a call of the step, and return whether it is read. Called by `train_step`."""
@@ -307,9 +327,13 @@ class Monitor:
         arrays: Mapping[str, Any] = {
             name: source.to_numpy(array)
             for name, array in slots._asdict().items()
-            if array is not None and name not in ("read", "scale")
+            if array is not None and name not in ("read", "scale", "activations")
         }
         carried = float(arrays["carried"])
+        outputs = {
+            path: output_stats(source.to_numpy(figures.sums), float(source.to_numpy(figures.largest)))
+            for path, figures in (slots.activations or {}).items()
+        }
         found = []
         for number, module in enumerate(self._selection.modules_of(source.parameters)):
             gradients = weights = ratio = None
@@ -320,8 +344,13 @@ class Monitor:
                 weights = tensor_stats(arrays["weights"][number], float(arrays["weight_norms"][number]), compute)
             if slots.update_norms is not None and arrays["weight_norms"][number] > 0.0:
                 ratio = float(arrays["update_norms"][number] / arrays["weight_norms"][number])
-            if gradients is not None or weights is not None or ratio is not None:
-                found.append(ModuleRecord(module=module, gradients=gradients, weights=weights, update_ratio=ratio))
+            activations = outputs.pop(module, None)
+            made = ModuleRecord(
+                module=module, gradients=gradients, weights=weights, update_ratio=ratio, activations=activations
+            )
+            if made != ModuleRecord(module=module):
+                found.append(made)
+        found += [ModuleRecord(module=path, activations=each) for path, each in outputs.items() if each is not None]
         return found
 
     def _begin_writers(self, source: MonitorSource) -> None:
@@ -358,7 +387,7 @@ class Monitor:
 
 def _start_copies(result: StepResult) -> None:
     """Begin to copy a result's arrays to the host, where the framework's arrays can do that without waiting (JAX)."""
-    for array in (*result, *(result.monitor or ())):
+    for _, array in leaves(result):
         start = getattr(array, "copy_to_host_async", None)
         if start is not None:
             start()
@@ -378,13 +407,26 @@ def _element(result: StepResult, index: int) -> StepResult:
             name: None if getattr(result, name) is None else getattr(result, name)[index]
             for name in ("loss", "grad_norm", "scale", "skipped", "step")
         },
-        monitor=slots._replace(**{k: v[index] for k, v in slots._asdict().items() if v is not None}),
+        monitor=map_tree(lambda array: None if array is None else array[index], slots),
     )
 
 
 def _check_writer(writer: Any) -> None:
     if not callable(getattr(writer, "write", None)) or not callable(getattr(writer, "close", None)):
         raise ArgumentError(f"each of writers must have write(record) and close(). Received: {describe_value(writer)}.")
+
+
+def _activation_globs(activations: Any) -> tuple[str, ...]:
+    if isinstance(activations, bool):
+        return ("*",) if activations else ()
+    if isinstance(activations, str):
+        return (activations,)
+    if isinstance(activations, Sequence) and activations and all(isinstance(each, str) for each in activations):
+        return tuple(activations)
+    raise ArgumentError(
+        "activations must be True for the outputs of all modules, False, or globs of module paths such as "
+        f"'encoder/**'. Received: {describe_value(activations)}."
+    )
 
 
 def _check_modules(modules: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from polyamp.monitor.exponent_chart import exponent_chart
-from polyamp.monitor.records import MonitorHeader, MonitorRecord, TensorStats
+from polyamp.monitor.records import ModuleRecord, MonitorHeader, MonitorRecord, OutputStats, TensorStats
 from polyamp.report_page.page import (
     CurveChart,
     CurveLine,
@@ -94,10 +94,25 @@ def _modules(header: MonitorHeader, records: Sequence[MonitorRecord]) -> list[Pa
             "-" if each.update_ratio is None else f"{each.update_ratio:.2g}",
         ]
         for each in last.modules
+        if each != ModuleRecord(module=each.module, activations=each.activations)
     ]
     heading = ["module", *_SHARES, "gradient norm", "update / weight"]
     caption = f"Gradients in call {last.call:,}, judged times the loss scale in {header.compute}"
-    return [*found, PageSection("Modules", [], [], [PageTable(caption, heading, rows)])]
+    tables = [PageTable(caption, heading, rows)]
+    outputs = [(each.module or "(the model)", each.activations) for each in last.modules if each.activations]
+    if outputs:
+        caption = f"Outputs of modules in call {last.call:,}, judged in {header.compute}"
+        shown = [[path, *output_cells(stats)] for path, stats in outputs]
+        tables.append(PageTable(caption, ["module", *OUTPUT_COLUMNS], shown))
+    return [*found, PageSection("Modules", [], [], tables)]
+
+
+OUTPUT_COLUMNS: Final = ("zero", "underflow", "subnormal", "overflow", "RMS", "largest")
+
+
+def output_cells(stats: OutputStats) -> list[str]:
+    """Return the cells of `OUTPUT_COLUMNS` for a module's outputs."""
+    return [*(percent(getattr(stats, name)) for name in _SHARES), f"{stats.rms:.3g}", f"{stats.largest:.3g}"]
 
 
 _SHARES: Final = ("zero", "underflow", "subnormal", "overflow")

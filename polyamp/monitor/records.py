@@ -46,19 +46,44 @@ class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
     exponents: list[int]
 
 
-class ModuleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of one module's own parameters.
+class OutputStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of the elements of a module's outputs, as the module returned them.
 
     Attributes:
-        module: its path; "" for parameters of the model itself.
+        elements: their number, over all calls and micro-batches; of outputs that every process of a tensor-parallel
+            group holds, those of each.
+        zero: share that is zero.
+        underflow: share that is not zero and that a cast to the compute dtype makes zero.
+        subnormal: share between that and the smallest normal number of the compute dtype.
+        overflow: share that is not finite, or that a cast to the compute dtype makes infinite.
+        rms: square root of the mean of the squares.
+        largest: the largest absolute value; inf if one is not finite.
+    """
+
+    elements: int
+    zero: float
+    underflow: float
+    subnormal: float
+    overflow: float
+    rms: float
+    largest: float
+
+
+class ModuleRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of one module's own parameters, and of its outputs.
+
+    Attributes:
+        module: its path; "" for the model itself.
         gradients, weights: None if not collected; `gradients` also if none of its parameters has one.
         update_ratio: L2 norm of the update divided by that of the weights; None if not collected or the weights are 0.
+        activations: of its outputs; None if not collected or it was not called.
     """
 
     module: str
     gradients: TensorStats | None = None
     weights: TensorStats | None = None
     update_ratio: float | None = None
+    activations: OutputStats | None = None
 
 
 class MonitorRecord(msgspec.Struct, frozen=True, kw_only=True):

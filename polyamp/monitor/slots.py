@@ -8,8 +8,12 @@ array of counts says what underflows, is subnormal or overflows in any dtype and
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
+
+from polyamp.errors import ArgumentError
+from polyamp.float_formats import FORMATS
 
 EXPONENT_FIELDS: Final = 256
 """Values of the exponent field of a float32 number."""
@@ -24,6 +28,8 @@ class MonitorSelection(NamedTuple):
             for modules that match one.
         every: inside of a compiled function of the user's own, the statistics are computed in steps whose number is a
             multiple of it. The host chooses the steps itself and has 1 here.
+        activations: globs of the modules whose outputs are measured; empty for none.
+        compute: the policy's compute dtype, in which outputs are judged; "" without activations.
     """
 
     gradients: bool
@@ -31,6 +37,16 @@ class MonitorSelection(NamedTuple):
     updates: bool
     modules: int | tuple[str, ...] | None
     every: int
+    activations: tuple[str, ...] = ()
+    compute: str = ""
+
+    def measures_output_of(self, module: str) -> bool:
+        """Return whether the outputs of the module with this path are measured.
+
+        >>> MonitorSelection(True, True, True, None, 1, ("encoder/**",)).measures_output_of("encoder/layers/0")
+        True
+        """
+        return any(fnmatch.fnmatchcase(module, each) for each in self.activations)
 
     def module_of(self, parameter: str) -> str | None:
         """Return the module that a parameter counts for; None if it is not selected.
@@ -50,6 +66,63 @@ class MonitorSelection(NamedTuple):
         return tuple(dict.fromkeys(found for name in parameters if (found := self.module_of(name)) is not None))
 
 
+class OutputFigures(NamedTuple):
+    """Figures of the outputs of one module, over all its calls in a step; each scalar or of one dtype.
+
+    Attributes:
+        sums: elements, zeros, underflows, subnormal numbers, overflows, and the sum of squares; shape (6,).
+        largest: the largest absolute value, scalar; inf if one is not finite.
+    """
+
+    sums: Any
+    largest: Any
+
+
+class OutputLimits(NamedTuple):
+    """Limits that an absolute value is compared with, for the shares of outputs in a dtype.
+
+    Attributes:
+        zero: up to it a value that is not zero becomes zero.
+        normal: the smallest normal number.
+        overflow: from it on a value becomes inf; inf for float32 and wider dtypes, whose arrays are judged as they are.
+    """
+
+    zero: float
+    normal: float
+    overflow: float
+
+
+def output_limits(compute: str) -> OutputLimits:
+    """Return the limits of a dtype, for values that are rounded to nearest.
+
+    >>> output_limits("float16")
+    OutputLimits(zero=2.9802322387695312e-08, normal=6.103515625e-05, overflow=65520.0)
+    """
+    form = FORMATS[compute]
+    if form.bits > 32:  # figures are computed in float32
+        return OutputLimits(0.0, 2.0**-149, math.inf)
+    smallest = form.smallest_normal * 2.0**-form.fraction_bits
+    half_a_digit = 2.0 ** (math.frexp(form.largest)[1] - form.fraction_bits - 2)
+    return OutputLimits(
+        smallest / 2.0, form.smallest_normal, math.inf if form.bits == 32 else form.largest + half_a_digit
+    )
+
+
+def check_selected_outputs(selection: MonitorSelection, paths: Iterable[str]) -> None:
+    """Raise if no path of a model's modules is selected by `activations`.
+
+    Raises:
+        ArgumentError: names modules that there are.
+    """
+    known = list(dict.fromkeys(paths))
+    if not any(map(selection.measures_output_of, known)):
+        shown = ", ".join(map(repr, known[:8])) + (", ..." if len(known) > 8 else "")
+        raise ArgumentError(
+            f"activations={list(selection.activations)} matches none of the modules whose outputs can be read here. "
+            f"They are: {shown or 'none'}. Use one of these paths, a glob such as 'encoder/**', or True for all."
+        )
+
+
 class MonitorSlots(NamedTuple):
     """What a step collected; a pytree in every framework.
 
@@ -62,6 +135,7 @@ class MonitorSlots(NamedTuple):
         gradient_norms: L2 norms, float32, shape (modules,).
         weights, weight_norms: the same of the parameters before the update.
         update_norms: L2 norms of the differences that the update made.
+        activations: path -> figures of the outputs of each selected module that was called; None if not selected.
     """
 
     read: Any
@@ -72,6 +146,7 @@ class MonitorSlots(NamedTuple):
     weights: Any = None
     weight_norms: Any = None
     update_norms: Any = None
+    activations: dict[str, OutputFigures] | None = None
 
 
 class SlotFunctions(Protocol):

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from polyamp.monitor.monitor_page import percent
-from polyamp.monitor.records import MonitorRecord
+from polyamp.monitor.monitor_page import OUTPUT_COLUMNS, output_cells, percent
+from polyamp.monitor.records import ModuleRecord, MonitorRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +49,8 @@ def module_table(record: MonitorRecord, *, most: int = 20) -> Table:
     table.add_column("module", overflow="fold")
     for name in ("zero", "underflow", "subnormal", "overflow", "norm", "update / weight"):
         table.add_column(name, justify="right")
-    order = sorted(range(len(record.modules)), key=lambda number: _loss_key(record, number), reverse=True)[:most]
+    own = [number for number, each in enumerate(record.modules) if each != _outputs_alone(each)]
+    order = sorted(own, key=lambda number: _loss_key(record, number), reverse=True)[:most]
     for number in sorted(order):
         each = record.modules[number]
         stats = each.gradients
@@ -60,6 +61,26 @@ def module_table(record: MonitorRecord, *, most: int = 20) -> Table:
             "-" if stats is None else _number(stats.norm),
             "-" if each.update_ratio is None else f"{each.update_ratio:.2g}",
         )
+    return table
+
+
+def output_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
+    """Return a table of the outputs of a record's modules: those with the largest values, in order, or None."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    named = [(each.module, each.activations) for each in record.modules if each.activations is not None]
+    if not named:
+        return None
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("outputs of module", overflow="fold")
+    for name in OUTPUT_COLUMNS:
+        table.add_column(name, justify="right")
+    order = sorted(range(len(named)), key=lambda number: (named[number][1].overflow, named[number][1].largest))[-most:]
+    for number in sorted(order):
+        path, stats = named[number]
+        table.add_row(escape(path) or "(the model)", *output_cells(stats))
     return table
 
 
@@ -92,6 +113,11 @@ class LiveTableWriter:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def _outputs_alone(record: ModuleRecord) -> ModuleRecord:
+    """Return a module's record without what is known of its parameters."""
+    return ModuleRecord(module=record.module, activations=record.activations)
 
 
 def _loss_key(record: MonitorRecord, number: int) -> float:

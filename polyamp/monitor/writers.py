@@ -179,6 +179,9 @@ def scalar_values(record: MonitorRecord) -> Iterator[tuple[str, float]]:
             if stats is not None:
                 for share in ("zero", "underflow", "subnormal", "overflow", "norm"):
                     yield f"{kind}/{name}/{share}", getattr(stats, share)
+        if module.activations is not None:
+            for figure in ("zero", "underflow", "subnormal", "overflow", "rms", "largest"):
+                yield f"activations/{name}/{figure}", getattr(module.activations, figure)
 
 
 def _summary_writer(folder: str) -> Any:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyamp.display import first_lines
+
 
 class LeafDifference(NamedTuple):
     """An array that differs between two runs of a step. Attributes: its name; how many of its elements differ; the
@@ -39,6 +41,9 @@ class ReplayReport(NamedTuple):
         lines = [f"Two runs of the step differ: losses {self.losses[0]!r} and {self.losses[1]!r}."]
         lines += [f"  {each.name}: {each.elements} elements, by up to {each.largest:.3g}" for each in self.differences]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return first_lines(str(self))
 
 
 def replay(step: Any, state: Any, batch: Any) -> ReplayReport:

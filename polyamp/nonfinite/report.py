@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from polyamp.display import first_lines
 from polyamp.parity.trace.operation_log import SourcePlace
 
 Origin = Literal["none", "data", "parameters", "forward", "backward"]
@@ -95,7 +96,7 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"NonfiniteReport({self.origin!r}, module={self.module!r}, operation={self.operation!r}; print it)"
+        return first_lines(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""

@@ -24,6 +24,10 @@ _LAZY = {
 __all__ = ["Divergence", "OwnLoop", "Report", "run"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'polyamp.parity' has no attribute {name!r}.{_meant(name)}")

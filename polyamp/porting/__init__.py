@@ -47,3 +47,7 @@ __all__ = [
     "training",
     "training_state",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

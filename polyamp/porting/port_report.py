@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from polyamp.display import first_lines
 from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.matching.attribute_differences import Difference, format_differences
 
@@ -54,7 +55,7 @@ class CheckResult:
         return f"{said}, gradients of {len(self.gradients)} parameters within {self.gradients[worst]:.1e} ({worst})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PortReport:
     """Report that `polyamp.port` returns with the model; `str` formats it.
 
@@ -107,6 +108,9 @@ class PortReport:
         if self.checked is not None:
             lines.append(str(self.checked))
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return first_lines(str(self))
 
 
 def warn_of_differences(report: PortReport, stacklevel: int) -> None:

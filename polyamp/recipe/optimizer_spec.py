@@ -117,6 +117,11 @@ class Spec(Record):
             groups = check_groups(self, groups)
         self._set_field("groups", tuple(groups))
 
+    def __dir__(self) -> list[str]:
+        """Return what users need: the fields. The formulas are for whoever writes an optimizer."""
+        shown = (*self.field_names, "replace", "to_dict")
+        return [name for name in super().__dir__() if name.startswith("__") or name in shown]
+
     def _check_hyperparameter(self, name: str, value: Any) -> None:
         """Raise RecipeError for an impossible value. A spec with hyperparameters of other kinds extends it."""
         default = self.defaults[name]

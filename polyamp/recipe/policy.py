@@ -24,6 +24,7 @@ from polyamp.float_formats import FORMATS, HALF_DTYPES, canonical_dtype, framewo
 from polyamp.recipe import overrides as globs
 from polyamp.recipe import path_aliases as alias_names
 from polyamp.recipe import policy_names
+from polyamp.recipe.float8 import FLOAT8_COMPUTE, FLOAT8_OVERRIDE, Float8, head_paths, parse_float8
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.records import Record, unknown_argument_error
 
@@ -37,6 +38,7 @@ _EXTRAS: Final[tuple[tuple[str, Any], ...]] = (
     ("float32_matmul", None),
     ("op_list", "polyamp"),
     ("op_rules", MappingProxyType({})),
+    ("float8", None),
 )
 _TABLE_FIELDS: Final = ("overrides", "op_rules", "aliases")
 _RULES: Final = ("compute", "float32", "promote", "follow", "opaque")
@@ -68,6 +70,9 @@ class Policy(Record, kw_only=True):
             functions ("softmax", "linear"), in Keras those of layers and operations, with "compute" or "float32".
         aliases: names for modules whose paths differ between frameworks, for use in `overrides`; usually passed to
             the `Recipe`, which uses them for parameter groups too.
+        float8: a `Float8` for products of activations with parameters in 8 bits (S36), and bfloat16 for all else;
+            "mixed_float8" has its defaults. An override with "bfloat16" takes a module out, one with "float8" puts a
+            head in.
 
     Raises:
         PolicyError: an unknown word or dtype, or dtypes that contradict each other.
@@ -97,6 +102,7 @@ class Policy(Record, kw_only=True):
     op_list: str
     op_rules: Mapping[str, str]
     aliases: Mapping[str, Mapping[str, str]]
+    float8: Float8 | None
 
     def __init__(
         self,
@@ -112,6 +118,7 @@ class Policy(Record, kw_only=True):
         op_list: Literal["polyamp", "native"] = "polyamp",
         op_rules: Mapping[str, str] | None = None,
         aliases: Mapping[str, Mapping[str, str]] | None = None,
+        float8: Float8 | Mapping[str, Any] | None = None,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -133,6 +140,7 @@ class Policy(Record, kw_only=True):
             dtypes = {"param": word.param, "compute": word.compute, "output": word.output}
             if mode is not None and word.mode is not None and mode != word.mode:
                 raise PolicyError(f"{spelling!r} means mode={word.mode!r}. Received: mode={mode!r}.")
+            float8 = Float8() if word.float8 and float8 is None else float8
             mode = mode or word.mode  # type: ignore[assignment]  # the dialects' table has only the two modes
         settings = {"mode": mode, "float32_matmul": float32_matmul, "op_list": op_list}
         for name, value in settings.items():
@@ -149,6 +157,7 @@ class Policy(Record, kw_only=True):
             "overrides": MappingProxyType(_parse_overrides(overrides or {})),
             "op_rules": MappingProxyType(_parse_rules(op_rules or {})),
             "aliases": MappingProxyType(alias_names.parse_aliases(aliases or {})),
+            "float8": parse_float8(float8),
             **settings,
         }
         for name, value in values.items():
@@ -164,6 +173,18 @@ class Policy(Record, kw_only=True):
                 f"param={self.param!r} cannot hold the master weights of compute={self.compute!r}: parameters must be "
                 f"at least as wide as the computation, or of the same dtype. Use param={wide!r}."
             )
+        if self.float8 is None:
+            named = [glob for glob, dtype in self.overrides.items() if dtype == FLOAT8_OVERRIDE]
+            if named:
+                raise PolicyError(
+                    f"overrides[{named[0]!r}] is 'float8', and the policy has no products in 8 bits. Use "
+                    "Policy('mixed_float8', ...)."
+                )
+        elif (self.param, self.compute) != ("float32", FLOAT8_COMPUTE) or self.mode == "cast":
+            raise PolicyError(
+                f"float8 needs param='float32', compute={FLOAT8_COMPUTE!r} and mode='autocast', where each operation "
+                f"has its dtype. Received: param={self.param!r}, compute={self.compute!r}, mode={self.mode!r}."
+            )
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(_to_hashable(getattr(self, name)) for name in self.field_names)
@@ -173,6 +194,7 @@ class Policy(Record, kw_only=True):
         for name, default in (("mode", None), ("float32_matmul", None), ("op_list", "polyamp")):
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)!r}")
+        shown += [] if self.float8 is None else [f"float8={self.float8!r}"]
         shown += [f"{name}={dict(getattr(self, name))!r}" for name in _TABLE_FIELDS if getattr(self, name)]
         return f"Policy({', '.join(shown)})"
 
@@ -185,12 +207,13 @@ class Policy(Record, kw_only=True):
     def to_dict(self) -> dict[str, Any]:
         """Return the policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
         fields = super().to_dict()
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+        return plain if self.float8 is None else {**plain, "float8": self.float8.to_dict()}
 
     @property
     def needs_loss_scaling(self) -> bool:
         """Whether part of the model computes in float16 with wider master weights, where gradients may underflow."""
-        computed = (self.compute, *self.overrides.values())
+        computed = (self.compute, *self._override_dtypes())
         return not FORMATS[self.param].needs_scale and any(FORMATS[dtype].needs_scale for dtype in computed)
 
     @classmethod
@@ -213,7 +236,10 @@ class Policy(Record, kw_only=True):
     @property
     def is_mixed(self) -> bool:
         """Whether any computation has another dtype than the stored parameters."""
-        return any(dtype != self.param for dtype in (self.compute, self.output, *self.overrides.values()))
+        return any(dtype != self.param for dtype in (self.compute, self.output, *self._override_dtypes()))
+
+    def _override_dtypes(self) -> list[str]:
+        return [FLOAT8_COMPUTE if dtype == FLOAT8_OVERRIDE else dtype for dtype in self.overrides.values()]
 
     def spelled(self, dialect: str) -> str:
         """Return the word for this policy in "keras", "lightning", "accelerate", "apex" or "jmp".
@@ -257,12 +283,23 @@ class Policy(Record, kw_only=True):
         return ResolvedPolicy(self, {} if paths is None else self.resolve_overrides(paths, backend=backend))
 
     def resolve_overrides(self, paths: Iterable[str], *, backend: str | None = None) -> dict[str, str]:
-        """Return module path -> dtype for every path that an override covers; arguments and errors as in `plan`."""
-        if not self.overrides:
+        """Return module path -> dtype for every path that an override covers; arguments and errors as in `plan`.
+
+        Under a policy with `float8`, heads without an override stay in the compute dtype (S36).
+        """
+        if not self.overrides and self.float8 is None:
             return {}
         known = list(dict.fromkeys(paths))
+        heads = {} if self.float8 is None else dict.fromkeys(head_paths(known), self.compute)
+        if not self.overrides:
+            return heads
         names = alias_names.expand_aliases(self.aliases, backend, [(path,) for path in known])
-        return globs.resolve_overrides(self.overrides, dict(zip(known, names, strict=True)))
+        return heads | globs.resolve_overrides(self.overrides, dict(zip(known, names, strict=True)))
+
+    @property
+    def has_module_precisions(self) -> bool:
+        """Whether modules of a model may differ in precision: by `overrides`, or because heads stay in 16 bits."""
+        return bool(self.overrides) or self.float8 is not None
 
     def autocast(self, target: Callable[..., Any], *, backend: str | None = None) -> Callable[..., Any]:
         """Wrap `target`, a function or a model, in a callable that runs under this policy. Also a decorator.
@@ -337,8 +374,14 @@ def check_supported(backend: Any, policy: Policy) -> Any:
     """Return the backend, if it supports the policy's settings other than dtypes.
 
     Raises:
-        UnsupportedError: `op_rules`, on a backend without rules per operation.
+        UnsupportedError: `op_rules`, on a backend without rules per operation; `float8`, on one without products in 8
+            bits.
     """
+    if policy.float8 is not None and not hasattr(backend, "has_float8_products"):
+        raise UnsupportedError(
+            f"the {backend.name} backend of this version has no products in 8 bits (S36); torch's and JAX's have. "
+            "Use Policy('mixed_bfloat16') here."
+        )
     if policy.op_rules and not hasattr(backend, "changes_op_rules"):
         raise UnsupportedError(
             f"the {backend.name} backend of this version cannot change the rule of one operation. Received: op_rules="
@@ -371,7 +414,8 @@ def _parse_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:
     checked = {}
     for glob, dtype in overrides.items():
         globs.check_glob(glob, argument="overrides: a key")
-        checked[glob] = canonical_dtype(dtype, argument=f"overrides[{glob!r}]")
+        is_float8 = dtype == FLOAT8_OVERRIDE
+        checked[glob] = FLOAT8_OVERRIDE if is_float8 else canonical_dtype(dtype, argument=f"overrides[{glob!r}]")
     return checked
 
 

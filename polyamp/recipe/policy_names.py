@@ -21,6 +21,7 @@ class PolicySpelling(NamedTuple):
     compute: str
     output: str
     mode: str | None = None
+    float8: bool = False
 
 
 def _pure(dtype: str) -> PolicySpelling:
@@ -61,6 +62,9 @@ DIALECTS: Final[dict[str, dict[str, PolicySpelling]]] = {
 }
 """Dialect -> word -> meaning. `spell_policy` returns the first word with a given meaning."""
 
+FLOAT8_WORD: Final = "mixed_float8"
+"""polyamp's own word for float32 master weights, bfloat16, and products in 8 bits (S36)."""
+
 _SUGGESTIONS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("half", "f16", "16bit", "float16mixed"), ("mixed_float16", "float16")),
     **dict.fromkeys(("amp", "mixed", "auto", "mixedprecision"), ("mixed_float16", "mixed_bfloat16")),
@@ -70,7 +74,8 @@ _SUGGESTIONS: Final[dict[str, tuple[str, ...]]] = {
 """Words of no dialect, normalized -> suggestion."""
 _OTHER_HINTS: Final = {
     "tf32": " TF32 is no policy but how float32 products are computed: Policy('float32', float32_matmul='high').",
-    "fp8": " There is no policy in 8 bits: 'mixed_bfloat16' and 'mixed_float16' are the narrowest.",
+    "fp8": " Did you mean 'mixed_float8'? It computes products of activations with parameters in 8 bits, and has "
+    "float32 master weights.",
 }
 
 _JMP_KEYS: Final[dict[str, str]] = {
@@ -99,12 +104,14 @@ def parse_spelling(word: str) -> PolicySpelling:
     """
     if "=" in word:
         return _parse_jmp(word)
+    if word == FLOAT8_WORD:
+        return _mixed("bfloat16")._replace(float8=True)
     for words in DIALECTS.values():
         if word in words:
             return words[word]
     known = [name for words in DIALECTS.values() for name in words]
     raise PolicyError(
-        f"policy must be one of {', '.join(dict.fromkeys(known))}, or a jmp string such as "
+        f"policy must be one of {', '.join(dict.fromkeys([*known, FLOAT8_WORD]))}, or a jmp string such as "
         f"'params=float32,compute=bfloat16,output=float32'. Received: {word!r}.{_spelling_suggestion(word, known)}"
     )
 
@@ -112,7 +119,7 @@ def parse_spelling(word: str) -> PolicySpelling:
 def _spelling_suggestion(word: str, known: list[str]) -> str:
     """Return a suggestion for an unknown word; next to a pure 16-bit policy it also names the mixed one."""
     plain = "".join(letter for letter in word.lower() if letter.isalnum())
-    if plain.startswith(("fp8", "float8", "f8")):
+    if plain.removeprefix("mixed").startswith(("fp8", "float8", "f8")):
         return _OTHER_HINTS["fp8"]
     if plain in _OTHER_HINTS:
         return _OTHER_HINTS[plain]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from polyamp.float_formats import HALF_DTYPES
+from polyamp.recipe.float8 import FLOAT8_OVERRIDE, Float8
 from polyamp.records import Record
 
 
@@ -24,12 +25,14 @@ class ModulePrecision(NamedTuple):
         mixes: whether autocast is active: the module computes in 16 bits, its master weights are wider, and each
             operation picks its dtype (S3).
         kept: whether autocast is active and S4's sensitive families stay in float32.
+        float8: settings of its products in 8 bits, or None (S36).
     """
 
     dtype: str
     named: str | None
     mixes: bool
     kept: bool
+    float8: Float8 | None = None
 
 
 class ResolvedPolicy(Record):
@@ -37,7 +40,8 @@ class ResolvedPolicy(Record):
 
     Args:
         policy: the policy.
-        overridden: module path -> dtype of the modules that an override covers, from `overrides.resolve_overrides`.
+        overridden: module path -> dtype of the modules that an override covers, from `Policy.resolve_overrides`;
+            "float8" for the policy's compute dtype with products in 8 bits.
 
     Attributes:
         policy: the policy, for messages and reports.
@@ -45,6 +49,7 @@ class ResolvedPolicy(Record):
         cast: whether parameters and inputs are cast once at the model's boundary (mode "cast").
         float64: whether float64 leaves are cast too, because the policy names float64 itself (S2).
         overridden: as given.
+        overridden_dtypes: module path -> compute dtype of the modules that an override covers.
         root: the precision of a module without an override.
         kept: whether S4's families stay in float32 wherever autocast is active.
         mixes: whether autocast is active anywhere.
@@ -70,11 +75,13 @@ class ResolvedPolicy(Record):
     kept: ClassVar[bool]
     mixes: ClassVar[bool]
     narrow: ClassVar[tuple[str, ...]]
+    overridden_dtypes: ClassVar[Mapping[str, str]]
     _places: ClassVar[dict[str, ModulePrecision]]  # these are per instance, no fields
 
     def __post_init__(self) -> None:
         policy, found = self.policy, dict(self.overridden)
-        dtypes = {policy.compute, *found.values()}
+        places = {path: module_precision(policy, dtype) for path, dtype in found.items()}
+        dtypes = {policy.compute, *(place.dtype for place in places.values())}
         fields: dict[str, Any] = {
             **{name: getattr(policy, name) for name in ("param", "compute", "output", "float32_matmul", "op_rules")},
             "cast": policy.mode == "cast",
@@ -83,7 +90,8 @@ class ResolvedPolicy(Record):
             "kept": policy.mode != "cast" and policy.op_list == "polyamp",
             "mixes": any(_is_mixed(policy, dtype) for dtype in dtypes),
             "narrow": tuple(sorted(dtypes.intersection(HALF_DTYPES))),
-            "_places": {path: module_precision(policy, dtype) for path, dtype in found.items()},
+            "overridden_dtypes": MappingProxyType({path: place.dtype for path, place in places.items()}),
+            "_places": places,
             "root": module_precision(policy, None),
         }
         for name, value in fields.items():
@@ -126,6 +134,7 @@ def _is_mixed(policy: Any, dtype: str) -> bool:
 
 def module_precision(policy: Any, named: str | None) -> ModulePrecision:
     """Return the precision of a module with the override `named`; with None, of a module without an override."""
-    dtype = policy.compute if named is None else named
+    dtype = policy.compute if named in (None, FLOAT8_OVERRIDE) else named
     mixes = _is_mixed(policy, dtype)
-    return ModulePrecision(dtype, named, mixes, mixes and policy.op_list == "polyamp")
+    float8 = policy.float8 if named in (None, FLOAT8_OVERRIDE) else None
+    return ModulePrecision(dtype, named, mixes, mixes and policy.op_list == "polyamp", float8)

@@ -24,7 +24,7 @@ from polyamp.reference.forward_backward import accumulate_gradients, prepare_bat
 from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, PolicyMLP
-from polyamp.reference.monitor_slots import update_slots
+from polyamp.reference.monitor_slots import ReferenceOutputs, update_slots
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, step_checks
@@ -74,6 +74,7 @@ class ReferenceBackend:
 
     name = "reference"
     monitors_steps = True
+    has_float8_products = True
     state_type: type[ReferenceState] = ReferenceState
     xp = XP
     losses = ReferenceLosses()
@@ -100,6 +101,8 @@ class ReferenceBackend:
             target = target.model
         if isinstance(target, MLP):
             return PolicyMLP(target, policy.plan(target.module_paths(), backend=self.name)).__call__
+        if policy.float8 is not None:
+            raise UnsupportedError("float8 covers products with the parameters of a model (S36). Pass an MLP.")
         plan = policy.plan()
 
         @functools.wraps(target)
@@ -191,11 +194,16 @@ class ReferenceBackend:
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
                 parts, window = micro_batches(prepare_batch(batch, recipe), recipe.accumulate_steps)
-                loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
+                outputs = ReferenceOutputs(state.model, monitor) if monitor and monitor.activations else None
+                with contextlib.nullcontext() if outputs is None else outputs.installed():
+                    loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
                 (new,), (result,) = self.apply_gradients([state], [grads], "all")
                 if monitor is not None:
                     around = (grads.values, state.model.parameters, new.model.parameters)
-                    result = result._replace(monitor=update_slots(monitor, *around, state.scale_state.scale))
+                    slots = update_slots(monitor, *around, state.scale_state.scale)
+                    result = result._replace(
+                        monitor=slots._replace(activations=None if outputs is None else outputs.found)
+                    )
             return new, result._replace(loss=loss, aux=aux)
 
         return step
@@ -372,7 +380,7 @@ def _commit_update(
     for name in _existing_gradients(grads):
         counts[name] = np.asarray(counts[name] + 1, np.int32)
         member = state.groups.of(name)
-        new, slots[name] = member.spec.update(
+        new, made_slots = member.spec.update(
             XP,
             parameters[name],
             clipped[name],
@@ -381,6 +389,8 @@ def _commit_update(
             wide(counts[name]),
         )
         parameters[name] = np.asarray(new, parameters[name].dtype)
+        # NumPy 1 makes float64 of a float32 scalar and a Python float
+        slots[name] = {slot: np.asarray(made_slots[slot], array.dtype) for slot, array in state.slots[name].items()}
     model = state.model.with_arrays(parameters, grads.running)
     averages = _move_averages(state, model, wide(decision.step))
     return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, averages=averages, **counted)

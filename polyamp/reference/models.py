@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.reference import float8
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.tensor import Tensor
@@ -96,9 +97,13 @@ class MLP:
         if plan is None:
             result: Tensor = ops.matmul(h, kernel) + bias
         else:
-            dtype = plan.at(path).dtype
-            with ops.casting_mode(dtype, sensitive=plan.kept):
-                result = ops.matmul(h, kernel) + ops.cast(bias, dtype)
+            place = plan.at(path)
+            with ops.casting_mode(place.dtype, sensitive=plan.kept):
+                if place.float8 is not None and float8.accepts(ops.tensor(kernel).data):
+                    product = float8.matmul(h, kernel, place.dtype, place.float8)
+                else:
+                    product = ops.matmul(h, kernel)
+                result = product + ops.cast(bias, place.dtype)
         if self.observe is not None:
             self.observe(dtype_name(result.dtype))
         return self._show(path, result, h)
@@ -106,7 +111,8 @@ class MLP:
     def _normalize(self, path: str, h: Tensor, plan: ResolvedPolicy | None) -> Tensor:
         given = h
         if plan is not None:
-            h = ops.cast(h, plan.at(path).named or (plan.compute if plan.cast else "float32"))
+            place = plan.at(path)
+            h = ops.cast(h, place.dtype if place.named or plan.cast else "float32")
         transposed = Tensor(h.data.T, [(h, lambda g: g.T)])
         normal = ops.normalize(transposed, EPSILON)
         back = Tensor(normal.data.T, [(normal, lambda g: g.T)])

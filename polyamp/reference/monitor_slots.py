@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from polyamp.monitor.exponents import exponent_counts
-from polyamp.monitor.slots import MonitorSelection, MonitorSlots, collect_slots
+from polyamp.monitor.slots import (
+    MonitorSelection,
+    MonitorSlots,
+    OutputFigures,
+    OutputLimits,
+    check_selected_outputs,
+    collect_slots,
+    output_limits,
+)
+from polyamp.reference.models import MLP
+from polyamp.reference.tensor import Tensor
 
 
 class ReferenceSlots:
@@ -44,3 +55,45 @@ def update_slots(
     return collect_slots(
         selection, ReferenceSlots(), found, before, after, read=np.ones((), bool), scale=scale, carried=one
     )
+
+
+class ReferenceOutputs:
+    """Records the outputs of an MLP's layers in a step (S35).
+
+    Args:
+        model: the network.
+        selection: which outputs.
+
+    Raises:
+        ArgumentError: the selection matches no layer.
+    """
+
+    def __init__(self, model: MLP, selection: MonitorSelection) -> None:
+        check_selected_outputs(selection, ["", *model.module_paths()])
+        self._model, self._selection = model, selection
+        self.found: dict[str, OutputFigures] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context manager in which the outputs are recorded."""
+        self._model.shown = self._see
+        try:
+            yield
+        finally:
+            self._model.shown = None
+
+    def _see(self, path: str, output: Tensor, given: Tensor | None) -> Tensor:
+        if self._selection.measures_output_of(path):
+            figures, known = _array_figures(output.data, output_limits(self._selection.compute)), self.found.get(path)
+            if known is not None:
+                figures = OutputFigures(known.sums + figures.sums, np.maximum(known.largest, figures.largest))
+            self.found[path] = figures
+        return output
+
+
+def _array_figures(array: Any, limits: OutputLimits) -> OutputFigures:
+    values = np.abs(array.astype(np.float64))
+    lost, below = np.sum(values <= limits.zero), np.sum(values < limits.normal)
+    zeros, over = np.sum(values == 0.0), values.size - np.sum(values < limits.overflow)
+    sums = [values.size, zeros, lost - zeros, below - lost, over, np.sum(np.square(values))]
+    return OutputFigures(np.array(sums, np.float64), np.nan_to_num(values.max(), nan=np.inf, posinf=np.inf))

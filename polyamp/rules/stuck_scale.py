@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
 from polyamp.errors import LossScaleStuckError
 from polyamp.recipe.scaler import LossScaler
@@ -57,29 +58,58 @@ def _is_shifting_period(number: int, period: int) -> bool:
     return block > 0 and offset == (block - 1) % period
 
 
-def stuck_message(skips: int, scaler: LossScaler, names: Iterable[str], *, where: str = "loss_fn") -> str:
+class StuckFinding(NamedTuple):
+    """What is known of gradients that are not finite.
+
+    Attributes:
+        parameters: paths of their parameters.
+        loss_is_finite: whether the loss is finite; None if it is not known.
+        call: the call of `polyamp.find_nonfinite` for this training.
+    """
+
+    parameters: tuple[str, ...]
+    loss_is_finite: bool | None = None
+    call: str = "polyamp.find_nonfinite(loss_fn, policy, model, batch)"
+
+
+def stuck_message(
+    skips: int, scaler: LossScaler, found: StuckFinding | Iterable[str], *, where: str = "loss_fn"
+) -> str:
     """Return the message for a stuck scale.
 
     Args:
         skips: consecutive skips at the minimum scale.
         scaler: the scaler's description.
-        names: parameters with non-finite gradients, if known.
+        found: parameters with non-finite gradients, if known, or more.
         where: function that computes the loss.
     """
-    listed = ", ".join(names) or "none on the last batch taken as a whole"
+    found = _finding(found)
+    listed = ", ".join(found.parameters) or "none on the last batch taken as a whole"
     return (
         f"{skips} steps in a row were skipped although the loss scale is at its floor of {scaler.min_scale:g}: the "
-        f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}. Look for a "
+        f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}."
+        f"{_PASSES[found.loss_is_finite]} Look for a "
         f"division by zero, a log of zero or a mask of -inf in {where}, or lower the learning rate; "
-        "polyamp.find_nonfinite(loss_fn, policy, model, batch) names the first operation that is not finite. "
+        f"{found.call} names the first operation that is not finite. "
         "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
     )
+
+
+_PASSES: Final = {
+    None: "",
+    False: " The loss is not finite either: the forward pass breaks.",
+    True: " The loss is finite: the backward pass breaks.",
+}
+
+
+def _finding(found: StuckFinding | Iterable[str]) -> StuckFinding:
+    return found if isinstance(found, StuckFinding) else StuckFinding(tuple(found))
 
 
 def check_stuck(
     skips: int,
     scaler: LossScaler,
-    names: Callable[[], Iterable[str]],
+    names: Callable[[], StuckFinding | Iterable[str]],
     *,
     where: str = "loss_fn",
     stacklevel: int = 3,
@@ -89,16 +119,19 @@ def check_stuck(
     Args:
         skips: the number of skips, read on the host.
         scaler: the scaler's description.
-        names: finds the parameters with non-finite gradients.
+        names: finds the parameters with non-finite gradients, or more.
         where: function that computes the loss.
         stacklevel: of the warning; 3 is the caller of the checking function.
 
     Raises:
-        LossScaleStuckError: `on_stuck="raise"`.
+        LossScaleStuckError: `on_stuck="raise"`; it carries what was found.
     """
     if skips < scaler.patience or scaler.on_stuck == "ignore":
         return
-    message = stuck_message(skips, scaler, names(), where=where)
+    found = _finding(names())
+    message = stuck_message(skips, scaler, found, where=where)
     if scaler.on_stuck == "raise":
-        raise LossScaleStuckError(message)
+        error = LossScaleStuckError(message)
+        error.parameters, error.loss_is_finite, error.call = found
+        raise error
     warnings.warn(message, stacklevel=stacklevel)

@@ -111,3 +111,7 @@ __all__ = [
     "warmup_cosine",
     "wsd",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,15 +14,16 @@ from polyamp.errors import ArgumentError, RecipeError, did_you_mean
 from polyamp.schedules import combinations, decays, warmups
 from polyamp.schedules.schedule_base import ScheduleBase
 
-_MAKERS: Final[dict[str, Callable[..., Any]]] = {}
+LIBRARY_SCHEDULES: Final[dict[str, Callable[..., Any]]] = {}
 """Name -> function that makes the schedule."""
 
 
 def schedule_of_library(name: str, arguments: Mapping[str, Any]) -> Any:
     """Return the schedule that `schedules.like` describes."""
-    if name not in _MAKERS:
-        raise RecipeError(f"like() knows {', '.join(_MAKERS)}. Received: {name!r}.{did_you_mean(name, _MAKERS)}")
-    make = _MAKERS[name]
+    if name not in LIBRARY_SCHEDULES:
+        hint = did_you_mean(name, LIBRARY_SCHEDULES)
+        raise RecipeError(f"like() knows {', '.join(LIBRARY_SCHEDULES)}. Received: {name!r}.{hint}")
+    make = LIBRARY_SCHEDULES[name]
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
@@ -35,7 +36,7 @@ def _library(prefix: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter a function under a name: the library's prefix and the function's name after its first underscore."""
 
     def enter(make: Callable[..., Any]) -> Callable[..., Any]:
-        _MAKERS[prefix + make.__name__.removeprefix("_")] = make
+        LIBRARY_SCHEDULES[prefix + make.__name__.removeprefix("_")] = make
         return make
 
     return enter

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from polyamp._version import __version__
 from polyamp.contract.backend import ChecksArrays, DescribesStates, ResumesOptimizers
@@ -29,6 +29,8 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.train import checkpoint_checks, recipe_changes
 from polyamp.train import sharded_checkpoint as folder
 from polyamp.train.argument_checks import is_state, not_a_state_error
+from polyamp.train.checkpoint_extra import decode_extra, encode_extra
+from polyamp.train.checkpoint_file import COMPLEX128, FORMAT, read_with_digest
 from polyamp.train.checkpoint_processes import (
     UnshardedState,
     check_equal_on_ranks,
@@ -38,15 +40,7 @@ from polyamp.train.checkpoint_processes import (
     run_on_rank_0,
     sharded_state,
 )
-from polyamp.train.checkpoint_tensors import (
-    BLANK_DIGEST,
-    PARSE_ERRORS,
-    content_digest,
-    decode_complex128,
-    deserialize_arrays,
-    encode_complex128,
-    seal_content,
-)
+from polyamp.train.checkpoint_tensors import BLANK_DIGEST, encode_complex128, seal_content
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,18 +49,17 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, Array]
 
 OnChange = Literal["error", "warn", "accept"]
-FORMAT: Final = "polyamp-checkpoint-1"
-_COMPLEX128: Final = "complex128"  # metadata key: names of the arrays that are stored as pairs of float64
-_MAGIC_BYTES: Final = {  # first bytes of a file -> its description
-    b"PK\x03\x04": "it is a zip archive, as torch.save, .keras and .npz files are",
-    b"\x89HDF": "it is an HDF5 file, as older Keras weights are",
-    b"\x80": "it is a pickle, which polyamp does not load",
-    b"\x93NUMPY": "it is a NumPy array",
-}
 _State = TypeVar("_State")
 
 
-def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = None, dry_run: bool = False) -> None:
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    sharded: bool | None = None,
+    dry_run: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> None:
     """Write a state and its recipe atomically, to one file or to a folder.
 
     - Whole state on every rank (`DistributedDataParallel`): one rank may save alone and waits for no other. If all
@@ -83,9 +76,13 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
             writes). None, the default, writes a folder if the state is divided over several processes.
         dry_run: check before a long run that it can be saved: read the state, write files of that size there, and
             remove them. An older checkpoint stays.
+        extra: your own values, which `load_extra` returns: None, bool, int, float, str, and lists and dicts of these.
+            Scalars of NumPy or a framework become Python numbers. The values of the rank that writes are stored; in a
+            folder those of rank 0.
 
     Raises:
-        ArgumentError: no state, no path, a file in place of a folder, or a folder with other content.
+        ArgumentError: no state, no path, a file in place of a folder, a folder with other content, or a value in
+            `extra` of another kind, which it names.
         OSError: the folder is missing, full or read-only; the older checkpoint is intact.
         CheckpointError: another rank failed, which it names; the older checkpoint is intact.
         ReplicaError: names a rank that ended or took another path; the older checkpoint is intact.
@@ -95,37 +92,40 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
         >>> from polyamp.reference import MLP
         >>> state = polyamp.init(MLP.random([4, 1], seed=0), polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
         >>> folder = tempfile.mkdtemp()
-        >>> polyamp.save(state, f"{folder}/one_file")
+        >>> polyamp.save(state, f"{folder}/one_file", extra={"best_val_loss": 1.5})
         >>> polyamp.save(state, f"{folder}/a_folder", sharded=True)
-        >>> polyamp.restore(state, f"{folder}/a_folder").step.item()
-        0
+        >>> polyamp.restore(state, f"{folder}/a_folder").step.item(), polyamp.load_extra(f"{folder}/one_file")
+        (0, {'best_val_loss': 1.5})
     """
     if sharded not in (None, True, False):
         raise ArgumentError(f"sharded must be True, False or None. Received: sharded={describe_value(sharded)}.")
     file = _checkpoint_path(state, path, "polyamp.save(state, path)")
+    own = encode_extra(extra)
     with sharded_state(state) as parts:
         processes = parts.processes
         if processes.count > 1 and not sharded and isinstance(processes, HasReplicas):
-            _write_single_file(state, parts, processes, file, replace=not dry_run)
+            _write_single_file(state, parts, processes, file, own, replace=not dry_run)
             return
         if sharded or processes.count > 1:
             with collective_call(processes, "polyamp.save"):
                 if sharded is not False:
-                    folder.write_folder(parts, file, _metadata(state), replace=not dry_run)
+                    folder.write_folder(parts, file, _metadata(state) | own, replace=not dry_run)
                     return
-                content = _encode_file(state, parts.whole())
+                content = _encode_file(state, parts.whole(), own)
                 write = functools.partial(write_atomically, file, content, replace=not dry_run)
                 run_on_rank_0(processes, f"could not write {file}", write)
             return
-    content = _encode_file(state, state.backend.export_state(state))
+    content = _encode_file(state, state.backend.export_state(state), own)
     write_atomically(file, content, replace=not dry_run)  # while another thread may step on
 
 
-def _write_single_file(state: Any, parts: ShardedState, processes: HasReplicas, file: Path, *, replace: bool) -> None:
+def _write_single_file(
+    state: Any, parts: ShardedState, processes: HasReplicas, file: Path, own: Mapping[str, str], *, replace: bool
+) -> None:
     """Write a state that every process holds whole, from the processes that call `save`."""
 
     def write_file() -> None:
-        write_atomically(file, _encode_file(state, parts.whole()), replace=replace)
+        write_atomically(file, _encode_file(state, parts.whole(), own), replace=replace)
 
     def file_version() -> Any:
         try:
@@ -137,17 +137,17 @@ def _write_single_file(state: Any, parts: ShardedState, processes: HasReplicas, 
     processes.write_by_one(os.fspath(file), write_file, file_version if replace else str)
 
 
-def _encode_file(state: Any, exported: Arrays) -> bytes:
-    """Return the bytes of the one file."""
+def _encode_file(state: Any, exported: Arrays, own: Mapping[str, str]) -> bytes:
+    """Return the bytes of the one file; `own` is the metadata of `extra`."""
     from safetensors.numpy import save as to_bytes
 
     arrays = _contiguous_arrays(exported)
-    meta = {"format": FORMAT, **_metadata(state)}
+    meta = {"format": FORMAT, **_metadata(state), **own}
     if isinstance(state.backend, DescribesStates):
         meta["porting"] = state.backend.describe_state(state, arrays)  # for polyamp.port into another framework
     arrays, complex128 = encode_complex128(arrays)
     if complex128:
-        meta[_COMPLEX128] = json.dumps(complex128)
+        meta[COMPLEX128] = json.dumps(complex128)
     return seal_content(to_bytes(arrays, metadata={**meta, "digest": BLANK_DIGEST}))
 
 
@@ -210,6 +210,32 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
         return _PendingRestore(state, os.fspath(path), meta, arrays, parts).finish(on_change, lambda: arrays)
 
 
+def load_extra(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the values that `save(extra=...)` stored in a checkpoint; an empty dict if it stored none (S22).
+
+    It needs no state, so a program can read there what it builds its model from.
+
+    Args:
+        path: a file or folder written by `save`. Each process may call it alone.
+
+    Raises:
+        CheckpointError: the file, or the manifest of the folder, is damaged or not polyamp's.
+        FileNotFoundError: there is no such file; lists similar names in the folder.
+        IsADirectoryError: it is a folder that no save completed.
+
+    Example:
+        >>> import polyamp, tempfile
+        >>> from polyamp.reference import MLP
+        >>> state = polyamp.init(MLP.random([4, 1], seed=0), polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> polyamp.save(state, path, extra={"model": {"width": 4}, "best_val_loss": 1.5})
+        >>> polyamp.load_extra(path)["model"]
+        {'width': 4}
+    """
+    file = as_path(path)
+    return decode_extra(folder.read_manifest(file).meta if file.is_dir() else read(file)[0])
+
+
 def _is_folder(processes: StateProcesses, file: Path) -> bool:
     """Whether the checkpoint is a folder. All processes must find the same.
 
@@ -236,7 +262,7 @@ def _is_folder(processes: StateProcesses, file: Path) -> bool:
 
 def _read_on_all_ranks(parts: ShardedState, file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a file that every process reads whole; with several processes each gets its own random streams."""
-    meta, arrays, digest = run_on_each_rank(parts.processes, f"could not read {file}", lambda: _read_with_digest(file))
+    meta, arrays, digest = run_on_each_rank(parts.processes, f"could not read {file}", lambda: read_with_digest(file))
     check_equal_on_ranks(parts.processes, f"file at {file}; is the storage shared? Its digest", digest)
     if parts.processes.count > 1:
         saved = {name: arrays[name][None] for name in parts.own if name in arrays}
@@ -319,35 +345,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
     Raises:
         CheckpointError: the file is truncated, damaged, or not a polyamp checkpoint.
     """
-    meta, arrays, _ = _read_with_digest(as_path(path))
+    meta, arrays, _ = read_with_digest(as_path(path))
     return meta, arrays
-
-
-def _read_with_digest(path: Path) -> tuple[dict[str, str], dict[str, Any], str]:
-    """Read as `read` does, and return the digest too."""
-    from safetensors import SafetensorError
-
-    content = _read_bytes(path)
-    try:
-        length = int.from_bytes(content[:8], "little")
-        meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-        arrays = decode_complex128(deserialize_arrays(content), json.loads(meta.pop(_COMPLEX128, "[]")))
-        stored = meta.pop("digest")
-        intact = stored == content_digest(content, stored)
-    except (*PARSE_ERRORS, SafetensorError) as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} is not a whole polyamp checkpoint ({_describe_foreign_file(content, error)}). "
-            "It is truncated, damaged or another program's; restore an older one."
-        ) from error
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{os.fspath(path)} has format {meta.get('format')!r}; this version of polyamp reads {FORMAT!r}."
-        )
-    if not intact:
-        raise CheckpointError(
-            f"{os.fspath(path)} is damaged: its contents do not match its digest. Restore an older one."
-        )
-    return meta, arrays, stored
 
 
 def _checkpoint_path(state: Any, path: Any, call: str) -> Path:
@@ -355,28 +354,6 @@ def _checkpoint_path(state: Any, path: Any, call: str) -> Path:
     if not is_state(state):
         raise not_a_state_error(state, path, call)
     return as_path(path)
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise missing_file_error(path) from error
-    except IsADirectoryError as error:
-        advice = "polyamp.save wrote a file. Name the file"
-        if (path / folder.MANIFEST).exists():
-            advice = "its own framework reads it: restore it in one process, and save one file (sharded=False)"
-        raise IsADirectoryError(error.errno, f"{path.absolute()} is a folder; {advice}", str(path)) from error
-
-
-def _describe_foreign_file(content: bytes, error: Exception) -> str:
-    """Describe a file that is no checkpoint by its first bytes, or else by the error of reading it."""
-    if not content:
-        return "it is empty"
-    for start, kind in _MAGIC_BYTES.items():
-        if content.startswith(start):
-            return kind
-    return f"{type(error).__name__}: {error}"
 
 
 def saved_settings(meta: Mapping[str, str]) -> recipe_changes.RecipeSettings | None:

@@ -24,6 +24,7 @@ from polyamp.contract.sharded_state import ArrayForm, ShardedState
 from polyamp.errors import ArgumentError, CheckpointError
 from polyamp.files import exclusive_writer, sync_to_disk, unwritable_file_error, write_atomically
 from polyamp.rules import resume_rng_seeds
+from polyamp.train.checkpoint_extra import KEY as EXTRA
 from polyamp.train.checkpoint_processes import (
     array_form,
     check_equal_on_ranks,
@@ -49,7 +50,7 @@ class Manifest(NamedTuple):
     """Content of `polyamp.json`.
 
     Attributes:
-        meta: backend, version, recipe and settings, as in the single-file form.
+        meta: backend, version, recipe, settings and a user's own values, as in the single-file form.
         processes: number of processes that wrote it.
         data: name of the folder with the data.
         own: names of the arrays with a value per process; their first axis is the process.
@@ -338,7 +339,7 @@ def _encode_manifest(
 
 
 def _parse_manifest(found: Mapping[str, Any], digest: str) -> Manifest:
-    texts = {name: found[name] for name in _TEXT_FIELDS}
+    texts = {name: found[name] for name in (*_TEXT_FIELDS, *({EXTRA} & {*found}))}
     if not all(isinstance(text, str) for text in texts.values()) or not _DATA_NAME.fullmatch(texts["data"]):
         raise ValueError("a field is no text, or names no folder of data")
     arrays = {

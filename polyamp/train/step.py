@@ -6,6 +6,7 @@ They find the backend and do the host's part: one recipe per state, and the chec
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 
@@ -17,6 +18,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck_scale
 from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.stuck_scale import StuckFinding
 from polyamp.rules.update_decision import Skip
 from polyamp.train import argument_checks
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from polyamp.monitor.monitor import Monitor
 
 M = TypeVar("M")
+S = TypeVar("S", bound=State)
 
 
 def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any) -> State[M]:
@@ -95,7 +98,7 @@ class TrainStep:
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return made
 
-    def __call__(self, state: State[M], batch: Any, *more: Never) -> tuple[State[M], StepResult]:
+    def __call__(self, state: S, batch: Any, *more: Never) -> tuple[S, StepResult]:
         """Run one step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
         try:
             backend, recipe = state.backend, state.recipe
@@ -121,7 +124,7 @@ class TrainStep:
             result = result._replace(monitor=None)
         return state, result
 
-    def _chosen_run(self, state: State[M]) -> tuple[StepFunction, bool | None]:
+    def _chosen_run(self, state: State) -> tuple[StepFunction, bool | None]:
         """Return the step to run, and whether a monitor reads its figures: of two compiled steps the host chooses one.
 
         Inside of a compiled function of the user's own the figures leave the step in its result (S35). There, and
@@ -138,7 +141,7 @@ class TrainStep:
             traced = not backend.is_concrete(state.step)
             due = None if traced else monitor.begin_call()
             if due or (traced and monitor.enabled):
-                options = {"monitor": monitor.selection(traced=traced)}
+                options = {"monitor": monitor.selection(state.recipe, traced=traced)}
         key: Any = (backend.name, *options.values()) if options else backend.name
         run = self._run.get(key)
         if run is None:
@@ -153,15 +156,24 @@ class TrainStep:
             )
         self._accepted = recipe
 
-    def _not_finite(self, state: State, batch: Any) -> list[str]:
-        """Return the parameters with non-finite gradients on any micro-batch of this batch, by computing them again."""
+    def _not_finite(self, state: State, batch: Any) -> StuckFinding:
+        """Return what is not finite on any micro-batch of this batch, by computing the gradients again."""
         names: dict[str, None] = {}
+        finite, first = True, None
         value_and_grad_ = state.backend.value_and_grad(self.loss_fn)
         batches = batch if isinstance(batch, list) and self.recipe.accumulate_steps > 1 else [batch]
-        for part in batches:
-            _, (gradients,) = value_and_grad_([state], part)
-            names.update(dict.fromkeys(_non_finite_names(state.backend, gradients)))
-        return list(names)
+        for number, part in enumerate(batches):
+            value, (gradients,) = value_and_grad_([state], part)
+            loss = float(state.backend.to_numpy(value[0] if isinstance(value, tuple) else value))
+            own = _non_finite_names(state.backend, gradients)
+            names.update(dict.fromkeys(own))
+            finite = finite and math.isfinite(loss)
+            first = number if first is None and own else first
+        which = "batch" if len(batches) == 1 or first is None else f"batch[{first}]"
+        scale = self.recipe.loss_scaler.min_scale if self.recipe.loss_scaler.scales else 1.0
+        loss_fn = getattr(self.loss_fn, "__name__", "loss_fn")
+        given = f"{loss_fn if loss_fn.isidentifier() else 'loss_fn'}, state.recipe.policy, state.model, {which}"
+        return StuckFinding(tuple(names), finite, f"polyamp.find_nonfinite({given}, loss_scale={scale:g})")
 
 
 def train_step(
@@ -221,7 +233,7 @@ class ValueAndGradients(Protocol):
     @overload
     def __call__(self, state: State, batch: Any) -> tuple[Any, Gradients]: ...
     @overload
-    def __call__(self, state: list[State[M]], batch: Any) -> tuple[Any, list[Gradients]]: ...
+    def __call__(self, state: list[S], batch: Any) -> tuple[Any, list[Gradients]]: ...
 
 
 def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = None, **options: Any) -> ValueAndGradients:
@@ -261,11 +273,11 @@ def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = Non
 
 
 @overload
-def apply_gradients(state: State[M], grads: Gradients, *, skip: Skip = "all") -> tuple[State[M], StepResult]: ...
+def apply_gradients(state: S, grads: Gradients, *, skip: Skip = "all") -> tuple[S, StepResult]: ...
 @overload
 def apply_gradients(
-    state: list[State[M]], grads: list[Gradients], *, skip: Skip = "all"
-) -> tuple[list[State[M]], list[StepResult]]: ...
+    state: list[S], grads: list[Gradients], *, skip: Skip = "all"
+) -> tuple[list[S], list[StepResult]]: ...
 def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any, Any]:
     """Run the second half of a step: finite flag, clip, optimizer, one scale adjustment (S9 to S15).
 
@@ -306,7 +318,7 @@ def _add_loss_error_hints(error: Exception, loss_fn: LossFunction, states: Seque
     error_hints.add_error_hints(error, loss_fn, states, batch)
 
 
-def _check_stuck_scale(state: State, names: Callable[[], list[str]]) -> None:
+def _check_stuck_scale(state: State, names: Callable[[], StuckFinding | list[str]]) -> None:
     """Read the state on the host after a step, if a check is due (S17)."""
     backend, scaler = state.backend, state.recipe.loss_scaler
     if state.watch.is_due(scaler) and backend.is_concrete(state.scale_state.stuck):

@@ -10,6 +10,7 @@ import polyamp
 @pytest.mark.parametrize(
     ("name", "place"),
     [
+        ("compile", r"polyamp_tensorflow\.compile\(model, recipe, loss=.*polyamp.train_step.*compile=True"),
         ("GradScaler", "polyamp_torch.GradScaler"),
         ("autocast", r"policy\.autocast.*polyamp_torch.autocast"),
         ("LossScaleOptimizer", "polyamp_tensorflow.LossScaleOptimizer"),

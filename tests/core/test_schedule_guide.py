@@ -12,7 +12,7 @@ import pytest
 import polyamp
 from polyamp import schedules
 from polyamp.errors import ArgumentError
-from polyamp.schedules.library_schedules import _MAKERS
+from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES
 from polyamp.schedules.picture import rate_lines
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "schedules.md").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_the_table_has_every_schedule_with_its_defaults() -> None:
 def test_the_libraries_named_are_those_that_like_knows() -> None:
     for library in ("torch", "optax", "Keras", "transformers"):
         assert library in GUIDE
-        assert any(name.startswith(f"{library.lower()}.") for name in _MAKERS)
+        assert any(name.startswith(f"{library.lower()}.") for name in LIBRARY_SCHEDULES)
 
 
 def test_a_picture_has_a_line_for_each_group_with_a_rate_of_its_own(tmp_path: Path) -> None:

@@ -133,13 +133,12 @@ def test_s09_the_guides_blocks_run(framework: str) -> None:
 
 
 def test_the_commands_are_those_of_the_programs() -> None:
-    """In the README and in the guide."""
+    """In the guide."""
     programs = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("with_*.py")}
     assert len(programs) == 3
-    for document in ("README.md", "docs/guides/from_one_device_to_many.md"):
-        text = (FOLDER.parents[1] / document).read_text(encoding="utf-8")
-        found = re.findall(
-            r"^((?:torchrun|python) .*?examples/distributed/(with_\w+\.py)[^#\n]*?) *(?:#.*)?$", text, re.MULTILINE
-        )
-        assert {name for _, name in found} == set(programs), document
-        assert [command for command, name in found if f"\n{command}\n" not in programs[name]] == []
+    text = (FOLDER.parents[1] / "docs" / "guides" / "from_one_device_to_many.md").read_text(encoding="utf-8")
+    found = re.findall(
+        r"^((?:torchrun|python) .*?examples/distributed/(with_\w+\.py)[^#\n]*?) *(?:#.*)?$", text, re.MULTILINE
+    )
+    assert {name for _, name in found} == set(programs)
+    assert [command for command, name in found if f"\n{command}\n" not in programs[name]] == []

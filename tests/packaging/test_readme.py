@@ -28,7 +28,6 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
         ("python", "torch"),
         ("python", "tensorflow"),
         ("python", "jax"),
-        ("text", ""),
     }
 
 
@@ -101,51 +100,37 @@ def test_python_blocks_run_in_order(framework: str, tmp_path: Path) -> None:
     assert 0.0 < float(loss) < 10.0
     assert float(scale) in {2.0**exponent for exponent in range(12, 16)}, "three steps halve 2^15 at most three times"
     assert skipped in ("True", "False")
-    if framework == "jax":
-        printed = [text for language, _, text in BLOCKS if language == "text"]
-        assert printed
-        assert [text for text in printed if text not in done.stdout] == []
 
 
-DIFF = """
-import torch, polyamp
+LOOP = """
+import torch
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 3)
-loader = {loader}
-loss_fn = {loss_fn}
+loader = [(torch.ones(2, 4), torch.ones(2, 3))] * 3
+loss_fn = torch.nn.functional.mse_loss
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 {program}
 print(sum(float(p.detach().abs().sum()) for p in model.parameters()))
 """
 
 
-def test_both_sides_of_the_diffs_train(tmp_path: Path) -> None:
+def test_both_sides_of_the_diff_train_alike() -> None:
     """The loop of one's own has torch's very numbers; on a CPU, where the README has a GPU."""
-    diffs = [text for language, _, text in BLOCKS if language == "diff"]
-    given = [
-        {"loader": "[(torch.ones(2, 4), torch.ones(2, 3))] * 3", "loss_fn": "torch.nn.functional.mse_loss"},
-        {"loader": "[torch.ones(2, 4)] * 3", "loss_fn": "lambda model, batch: model(batch).float().square().mean()"},
-    ]
+    (diff,) = [text for language, _, text in BLOCKS if language == "diff"]
     printed = []
     for side in "-+":
-        scripts = []
-        for diff, names in zip(diffs, given, strict=True):
-            lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", side, "")]
-            scripts.append(DIFF.format(program="\n".join(lines).replace('"cuda"', '"cpu"'), **names))
-        command = [sys.executable, "-c", "\n".join(scripts)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", side, "")]
+        program = LOOP.format(program="\n".join(lines).replace('"cuda"', '"cpu"'))
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
-        printed.append([float(number) for number in done.stdout.split()])
-    theirs, ours = printed
-    assert theirs[0] == ours[0]
-    assert abs(theirs[1] - ours[1]) < 0.02
+        printed.append(float(done.stdout))
+    assert printed[0] == printed[1]
 
 
 def test_shell_commands_are_targets_of_the_makefile() -> None:
-    """`make test` is what runs this test; `make demo` runs for real, with few steps. What launches a program is tested
-    beside it (tests/examples)."""
+    """`make test` is what runs this test; `make demo` runs for real, with few steps."""
     lines = [line.partition("#")[0].strip() for language, _, text in BLOCKS if language == "sh"
-             for line in text.splitlines() if not line.startswith(("pip install", "torchrun ", "python "))]  # fmt: skip
+             for line in text.splitlines() if not line.startswith("pip install")]  # fmt: skip
     assert lines == ["make demo", "make test"]
     for line in lines:
         done = subprocess.run([*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -158,7 +143,5 @@ def test_links_lead_somewhere() -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_the_demo_table_is_there() -> None:
-    table = README.partition("<!-- demo-table -->")[2].partition("<!-- /demo-table -->")[0]
-    for word in ("torch", "tensorflow", "jax", "float32", "mixed_bfloat16", "mixed_float16"):
-        assert word in table
+def test_it_is_short() -> None:
+    assert len(README.split()) <= 900

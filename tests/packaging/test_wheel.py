@@ -23,7 +23,9 @@ PACKAGES = ("polyamp", "polyamp_jax", "polyamp_keras", "polyamp_tensorflow", "po
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an sdist, and the wheel that was built from it."""
+    """A folder with an sdist, and the wheel that was built from it; `make release` gives its own."""
+    if "POLYAMP_DIST" in os.environ:
+        return Path(os.environ["POLYAMP_DIST"])
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -136,6 +138,14 @@ print(json.dumps([places, sorted(polyamp.backends()), str(entry.dist.locate_file
     assert Path(distribution) == installed
     assert Path(demo).is_relative_to(installed)
     assert (installed / "bin" / "polyamp").exists()
+
+
+def test_the_rules_that_docstrings_cite_can_be_read_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "polyamp", "rules", "S12"]
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("S12 Skipped steps\n\n")
+    assert (installed / "polyamp/cli/semantics.md").read_bytes() == (ROOT / "docs/semantics.md").read_bytes()
 
 
 def test_the_recipe_of_the_demo_can_be_read_from_the_wheel(installed: Path) -> None:

@@ -1,6 +1,6 @@
-"""The fixture models in every ordered pair of libraries, as a table for the guide: `python -m tests.porting.table`.
+"""The fixture models in every ordered pair of libraries (docs/explanation/moving_models.md).
 
-What is printed is the check's largest relative error of the outputs, and of any parameter's gradient.
+`python -m tests.porting.table` prints the check's largest relative error of outputs and of any parameter's gradient.
 """
 
 from __future__ import annotations

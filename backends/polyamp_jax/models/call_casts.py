@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import PolicyError
+from polyamp.recipe.float8 import head_paths
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import cast_arguments
 from polyamp_jax.models.call_hook import hook_calls
@@ -151,7 +152,10 @@ class CallCasts:
 
     def _check(self, path: str, explicit: Any) -> None:
         """Reject an override that contradicts the dtype that a module was built with. Raises `PolicyError`."""
-        override = self.plan.at(path).named
+        place = self.plan.at(path)
+        override = None if place.named is None else place.dtype
+        if self.plan.policy.float8 is not None and head_paths([path]):
+            return
         if explicit is not None and override is not None and jnp.dtype(explicit) != jnp.dtype(override):
             raise PolicyError(
                 f"overrides give the module {path!r} the dtype {override}, but it was built with "

@@ -155,7 +155,7 @@ def tagged_loss(
     scopes = contextlib.nullcontext() if has_interpreted_operations(plan) else enable_name_scopes()
 
     def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
-        engine = _TagEngine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
+        engine = TaggingEngine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
         with matmul_precision(plan), tag_module_outputs(), scopes:
             loss, aux = step_checks.split_loss_and_aux(loss_fn(make_policy_module(engine), batch))
         check_aux(aux)
@@ -164,7 +164,7 @@ def tagged_loss(
     return loss_of
 
 
-class _TagEngine(PolicyEngine):
+class TaggingEngine(PolicyEngine):
     """Policy engine whose modules tag their outputs; the model's own output as `loss_fn` receives it."""
 
     _casts_class = TaggingCasts

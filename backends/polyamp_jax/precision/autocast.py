@@ -108,6 +108,11 @@ def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorde
         raise ModelError(
             f"autocast takes a function of arrays, or a model: {ACCEPTED_MODELS}. Received: {type(target).__name__}."
         )
+    if policy.float8 is not None:
+        raise UnsupportedError(
+            "float8 covers products with the parameters of a model (S36), and a plain function has none. Pass the "
+            "model to policy.autocast, or use Policy('mixed_bfloat16') here."
+        )
     plan, interpreted = policy.plan(), _needs_interpreter(policy)
     if not interpreted and policy.overrides:
         raise PolicyError(

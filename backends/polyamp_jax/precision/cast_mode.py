@@ -45,7 +45,8 @@ def module_dtypes(params: Any, adapter: ModelAdapter, plan: ResolvedPolicy) -> M
 
 def module_dtype(module: str, adapter: ModelAdapter, plan: ResolvedPolicy) -> str:
     """Return the dtype of the parameters and inputs of the module at a path."""
-    return plan.at(module).named or (plan.param if module in adapter.pinned else plan.compute)
+    place = plan.at(module)
+    return place.dtype if place.named else (plan.param if module in adapter.pinned else plan.compute)
 
 
 def _owner_module(parameter: str) -> str:

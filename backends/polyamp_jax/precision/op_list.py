@@ -1,6 +1,6 @@
 """Op lists: the dtype in which each JAX primitive runs under autocast (S3, S4).
 
-The lists mirror those of `torch.autocast` on CUDA. `docs/guides/jax_autocast.md` explains the differences. A primitive
+The lists mirror those of `torch.autocast` on CUDA. `docs/reference/jax_op_list.md` lists the differences. A primitive
 in no list and without a rule in `control_flow` is opaque: it runs in the dtypes that the program declares, and the
 casting report names it.
 """
@@ -17,6 +17,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.rules import operation_families as families
 from polyamp.rules.operation_names import check_rules_act, translate_name
 from polyamp_jax import compat
+from polyamp_jax.arrays import check_float8_device
 
 OpRule = Literal["compute", "float32", "promote", "follow", "opaque"]
 
@@ -253,10 +254,12 @@ def check_policy(policy: Policy) -> None:
 
     Raises:
         PolicyError: `op_rules` names an operation that does not exist.
-        UnsupportedError: float64 without JAX's x64 mode; `op_rules` of a policy that has no op list.
+        UnsupportedError: float64 without JAX's x64 mode; `op_rules` of a policy that has no op list; `float8` on a
+            device without such products.
     """
     rules_for(policy.op_rules)
     check_rules_act(policy.op_rules, policy.mode, policy.param, policy.compute)
+    check_float8_device(policy.float8)
     dtypes = (policy.param, policy.compute, policy.output, *policy.overrides.values())
     if "float64" in dtypes and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step.error_hints import check_aux
 from polyamp_jax.step.loss_weights import LossWeighting, batch_rows, batch_shapes, to_weight
+from polyamp_jax.step.output_figures import WatchedLoss
 from polyamp_jax.step.replicas import ShardMapReplicas, check_known_shards
 from polyamp_jax.step.state import JaxState
 from polyamp_jax.step.unused_parameters import gradient_mask, reduce_scatter_mask
@@ -71,11 +73,20 @@ def run_pass(
 ) -> PassResult:
     """Run one forward and backward pass.
 
+    Of a `WatchedLoss`, `aux` is the pair of its aux and the figures of modules' outputs.
+
     Raises:
         LossError: the loss is not a floating scalar, or none of the parameters has a gradient (S23).
         TraceError: `loss_fn` changes an nnx object that it did not create.
     """
     check_has_rows(shape[0] for _, shape in batch_shapes(batch) if shape)
+    watched = loss_fn if isinstance(loss_fn, WatchedLoss) else None
+    loss_fn = loss_fn if watched is None else watched.loss_fn
+    tagged, engine_class = (
+        (contextlib.nullcontext, PolicyEngine)
+        if watched is None
+        else (watched.watch.tagged, watched.watch.engine_class)
+    )
     keys = [pass_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
     scale = active_loss_scale(states[0])
     before, given = running, loss_weights.batch_loss_weight(weighing.function, batch)
@@ -93,11 +104,11 @@ def run_pass(
 
     def loss_of(params: Sequence[Any], masters: Sequence[Any]) -> tuple[Any, Any]:
         engines = [
-            PolicyEngine(state.setup.adapter, state.setup.plan, *parts, masters=own)
+            engine_class(state.setup.adapter, state.setup.plan, *parts, masters=own)
             for state, own, *parts in zip(states, masters, params, running, keys, strict=True)
         ]
         models = tuple(map(make_policy_module, engines))
-        with matmul_precision(states[0].setup.plan):
+        with matmul_precision(states[0].setup.plan), tagged():
             result, found = loss_weights.call_loss_fn(loss_fn, models[0] if len(models) == 1 else models, batch)
         loss = loss_weights.parse_loss_output(
             result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or batch_rows(batch)
@@ -121,12 +132,23 @@ def run_pass(
         return scaled, (wide, loss.aux, [engine.running for engine in engines], weight, counts if several else [])
 
     trees = (params, masters) if replicas is None else replicas.mark_varying((list(params), masters))
-    values, _, (loss, aux, after, weight, counts) = take_gradients(loss_of, *trees)
+    function = loss_of if watched is None else _with_figures(watched.watch.measured(loss_of, watched.due))
+    values, _, (loss, aux, after, weight, counts) = take_gradients(function, *trees)
     if replicas is not None:
         after = [replicas.leave_pass(*own) for own in zip(after, running, before, strict=True)]
     made = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
     return PassResult(loss, aux, made, moved, weight, counts)
+
+
+def _with_figures(measured: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Return the function of a pass with (aux, figures) for aux."""
+
+    def function(params: Sequence[Any], masters: Sequence[Any]) -> tuple[Any, Any]:
+        (scaled, (loss, aux, *rest)), figures = measured(params, masters)
+        return scaled, (loss, (aux, figures), *rest)
+
+    return function
 
 
 def take_gradients(

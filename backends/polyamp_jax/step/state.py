@@ -108,6 +108,8 @@ class JaxState(StateDisplayMixin):
     setup: StaticSetup
     averages: Averages = dataclasses.field(default_factory=dict)
 
+    _shown: ClassVar[tuple[str, ...]] = ("attempts", "averages", "opt_state", "params", "rngs", "running", "setup")
+
     lagging: ClassVar[frozenset[int] | None] = None
     """Indices of the parameters that have missed an update (S23); None if unknown, as inside a trace. Not part of the
     pytree: `with_host_facts` sets it on one object."""

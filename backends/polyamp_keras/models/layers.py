@@ -95,6 +95,12 @@ def list_layers(model: Any) -> list[LayerEntry]:
     ]
 
 
+def recurrent_cells(layer: Any) -> list[LayerEntry]:
+    """Return the cell of a recurrent layer and the layers in it; empty for another layer. Keras calls them an
+    unspecified number of times, so that what they run belongs to the recurrent layer."""
+    return list_layers(layer.cell) if isinstance(layer, keras.layers.RNN) else []
+
+
 def layer_path_aliases(found: list[LayerEntry]) -> dict[str, tuple[str, ...]]:
     """Map each layer's path to all its paths: its locations, and `stable_path` unless that is another layer's path.
 

@@ -1,8 +1,8 @@
 """Choice of the dtype of each layer of a Keras model under a `Policy`, with its reason.
 
-`choose_layer_dtypes` applies the first matching rule of docs/guides/tensorflow_policy.md. It does not change the model:
-`policy_application` applies the choices to the layers. The layers and operations that output probabilities are in
-float32 in every mode, those that output logits only with `apply_policy(heads=True)`.
+`choose_layer_dtypes` applies the first matching rule of docs/reference/keras_layer_dtypes.md. It does not change the
+model: `policy_application` applies the choices to the layers. The layers and operations that output probabilities are
+in float32 in every mode, those that output logits only with `apply_policy(heads=True)`.
 """
 
 from __future__ import annotations

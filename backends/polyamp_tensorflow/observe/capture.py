@@ -22,7 +22,7 @@ from polyamp_keras.arrays import dtype_name, is_floating, native_variable
 from polyamp_keras.compat import LOSS_ATTRIBUTES
 from polyamp_keras.engines.tensorflow import to_dense
 from polyamp_keras.engines.tensorflow_compat import EagerTensor
-from polyamp_keras.models.layers import LayerEntry, is_layer, list_layers, replace_calls
+from polyamp_keras.models.layers import LayerEntry, is_layer, list_layers, recurrent_cells, replace_calls
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
 from polyamp_tensorflow.arrays import to_numpy, to_tensors
 from polyamp_tensorflow.observe.model_copy import GlobalRandomState
@@ -253,12 +253,6 @@ def _first_floating(leaves: list[Any]) -> int | None:
     """Return the index of the first floating array that is not a scalar, else of the first scalar; None without one."""
     found = [place for place, leaf in enumerate(leaves) if isinstance(leaf, EagerTensor) and is_floating(leaf)]
     return next((place for place in found if leaves[place].shape.rank), found[0] if found else None)
-
-
-def recurrent_cells(layer: Any) -> list[LayerEntry]:
-    """Return the cell of a recurrent layer and the layers in it; empty for another layer. Keras calls them an
-    unspecified number of times, so that what they run belongs to the recurrent layer."""
-    return list_layers(layer.cell) if isinstance(layer, keras.layers.RNN) else []
 
 
 class _PolicyModuleProbe(PolicyModule):

@@ -92,6 +92,7 @@ class OpDtypeRecorder:
         self._enabled = enabled
         self._counts: Counter[tuple[str, str, str, str, str]] = Counter()
         self._layers: list[tuple[str, str]] = []
+        self._paused = False
 
     def wrap_call(self, layer: Any, path: str) -> Callable[..., Any]:
         """Return a layer's `call`, wrapped to mark the layer as the running one."""
@@ -118,6 +119,15 @@ class OpDtypeRecorder:
         with report_operations(self._note):
             yield
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager whose operations are not recorded."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def rows(self) -> list[OperationCount]:
         """Return the recorded operations, in the order in which each first ran."""
         return [OperationCount(*key[:4], count, key[4]) for key, count in self._counts.items()]
@@ -129,6 +139,8 @@ class OpDtypeRecorder:
             self._counts[layer, name, ", ".join(dtypes), "follow", "backward"] += 1
 
     def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:
+        if self._paused:
+            return
         name = name.decode() if isinstance(name, bytes) else name
         if name == "Cast":
             source, target = _floating_dtypes(inputs), _floating_dtypes(outputs)

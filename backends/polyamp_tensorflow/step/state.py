@@ -82,6 +82,8 @@ class TensorFlowState(StateDisplayMixin):
         has_averages_in_place: whether the model has its averages at the moment, inside of `polyamp.averaged` (S34).
     """
 
+    _shown = ("averages", "optimizer", "plan", "strategy", "variables")
+
     def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
         self.model = model
         self.recipe = recipe

@@ -141,7 +141,7 @@ def _sharded_units(
 ) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
     """Return the modules below the root that form their own FSDP2 units, with their policies, the inner ones first."""
     paths = unwrapped_paths(model) if plan.overridden else {}
-    found = {paths[path]: dtype for path, dtype in plan.overridden.items()}
+    found = {paths[path]: dtype for path, dtype in plan.overridden_dtypes.items()}
     root = dtype_in_module(plan, found, "", model)
     contexts = {"": _UnitContext(root, plan.compute if plan.cast else plan.param, model)}
     units = []
@@ -241,7 +241,7 @@ def check_fsdp_precision(model: nn.Module, plan: ResolvedPolicy) -> None:
         return
     names = {id(part): name.replace(".", "/") for name, part in model.named_modules()}
     paths = unwrapped_paths(model) if plan.overridden else {}
-    found = {paths[path]: dtype for path, dtype in plan.overridden.items()}
+    found = {paths[path]: dtype for path, dtype in plan.overridden_dtypes.items()}
     for each in gathered:
         for owner, name in each.places:
             path = names.get(id(owner), "")

@@ -21,13 +21,13 @@ from polyamp_torch.arrays import DTYPES, cast_tree
 from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, skip_compilation
 from polyamp_torch.precision.torch_only.autocast_argument_parsing import RegionError, parse_region_arguments
 from polyamp_torch.precision.torch_only.autocast_region_stack import (
-    OPEN_BLOCKS,
     AutocastRegion,
     RegionSettings,
     close_stale_blocks,
     innermost_region,
     weak_owner_reference,
 )
+from polyamp_torch.precision.torch_only.float8_products import region_rules
 from polyamp_torch.precision.torch_only.float32_islands import (
     backward_islands,
     capture_autocast_state,
@@ -43,6 +43,7 @@ from polyamp_torch.precision.torch_only.op_rules_mode import (
     current_rules_mode,
     op_rules_region,
 )
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -199,7 +200,7 @@ def place_region(
     """Return the autocast region of one module's precision, with autocast off if it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads. It can return weights from
-    before an optimizer step, in another dtype, or without their gradient. See docs/guides/torch_autocast.md.
+    before an optimizer step, in another dtype, or without their gradient. See docs/explanation/torch_autocast.md.
     """
     return _make_region(_region_settings(place, device_type, rules), NULL_CONTEXT)
 
@@ -220,7 +221,8 @@ def is_region_open(place: ModulePrecision, device_type: str, rules: RuleChanges)
     if torch.compiler.is_compiling():
         return True
     mode, changed = current_islands(device_type), current_rules_mode(device_type)
-    return (mode is None or mode.acting is place.kept) and (changed is None or changed.changes == rules)
+    wanted = region_rules(place.float8, device_type, rules)
+    return (mode is None or mode.acting is place.kept) and (changed is None or changed.changes == wanted)
 
 
 def is_root_region_open(plan: ResolvedPolicy, device_type: str) -> bool:
@@ -230,13 +232,14 @@ def is_root_region_open(plan: ResolvedPolicy, device_type: str) -> bool:
         and not torch.is_autocast_cache_enabled()
         and plan.float32_matmul in (None, torch.get_float32_matmul_precision())
         and is_region_open(plan.root, device_type, rule_changes(plan))
-        and current_changes(device_type) == rule_changes(plan)
+        and current_changes(device_type) == region_rules(plan.root.float8, device_type, rule_changes(plan))
     )
 
 
 def _region_settings(place: ModulePrecision, device_type: str, rules: RuleChanges) -> RegionSettings:
     dtype = DTYPES[place.dtype] if place.mixes else None
-    return RegionSettings(device_type, dtype, place.mixes, place.kept, rules=rules)
+    own = region_rules(place.float8, device_type, rules)
+    return RegionSettings(device_type, dtype, place.mixes, place.kept, rules=own)
 
 
 def _make_region(
@@ -304,8 +307,9 @@ def wrap_function(target: Callable[..., Any], plan: ResolvedPolicy) -> Callable[
 
     Without a tensor argument it may compute on any device, so the region covers all devices of this machine.
     """
-    if plan.policy.overrides:
-        raise UnsupportedError("overrides name module paths; policy.autocast needs a module for them, not a function.")
+    if plan.policy.has_module_precisions:
+        what = "overrides name" if plan.policy.overrides else "float8 keeps heads in 16 bits, by their"
+        raise UnsupportedError(f"{what} module paths; policy.autocast needs a module for them, not a function.")
     check_op_rules(plan.policy)
 
     @functools.wraps(target)

@@ -19,7 +19,7 @@ Differences from torch's CUDA list, with reasons:
 - lobpcg, pca_lowrank, svd_lowrank: modes see the functions they call, not them; their products run in 16 bits.
 - sigmoid, erf and other functions that return probabilities: near a bound, 16 bits lose every digit of the distance to
   it, and so of `log(1 - p)`. torch's modes see one call at a time, not where its result goes. tanh is left alone: it is
-  mostly an activation, and float32 after every layer costs a third of a step. See docs/guides/torch_autocast.md.
+  mostly an activation, and float32 after every layer costs a third of a step. See docs/explanation/torch_autocast.md.
 - products without free axes (`dot`, `einsum("bi,bi->b")`) are sums, those that contract nothing (`einsum("i,j->ij")`)
   multiplications: see `products`. multi_dot and chain_matmul: matrix products, so 16-bit, as in torch.
 - gathers (indexing, embeddings) have gradients that are sums: see `float32_gathers`.

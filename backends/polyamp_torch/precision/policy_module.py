@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,16 +18,19 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
+from polyamp.recipe.float8 import head_paths
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_root_region_open, root_region
 from polyamp_torch.precision.cast_mode import ParameterCasts
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, RegionBlock
+from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock
+from polyamp_torch.precision.torch_only.float8_products import check_device
 from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
-from polyamp_torch.precision.torch_only.op_rules import check_op_rules
+from polyamp_torch.precision.torch_only.op_rules import check_op_rules, rule_changes, unmet_rules, unmet_text
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.policy_installation import InstallationBlock, PolicyInstallation
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function, unwrapped_paths
 
@@ -49,6 +53,7 @@ class PolicyModule:
     _installation: PolicyInstallation
     _traced_masters: list[dict[str, torch.Tensor]]
     _frozen: frozenset[str]
+    _checks_rules: bool
     _path: Callable[[str], str]
 
     def __init__(self, module: nn.Module, plan: ResolvedPolicy, device: torch.device) -> None:
@@ -61,10 +66,12 @@ class PolicyModule:
             "_overrides": {paths[path]: path for path in plan.overridden},
             "_installation": PolicyInstallation(module, plan, device.type, overrides),
             "_traced_masters": [],
+            "_checks_rules": bool(plan.op_rules) and plan.mixes,
             "_path": path_function(module),
             "_frozen": frozenset(name for name, p in tree_parameters(module) if not p.requires_grad),
         }
         self.__dict__.update(own)
+        check_device(plan.policy.float8, device.type)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_module" not in self.__dict__:
@@ -215,6 +222,14 @@ class PolicyModule:
                 bound.remove(self)
                 placed.pop()
 
+    def warn_of_unmet_rules(self) -> None:
+        """Warn, once, of `op_rules` whose functions no pass has called yet."""
+        if self._checks_rules:
+            self.__dict__["_checks_rules"] = False
+            names = unmet_rules(rule_changes(self._plan))
+            if names:
+                warnings.warn(unmet_text(names, "the first step"), stacklevel=2)
+
     def check_overrides_ran(self) -> None:
         """Reject overrides of modules that own parameters but are never called as modules.
 
@@ -224,6 +239,8 @@ class PolicyModule:
         for place, path in self._overrides.items():
             owner = self._module.get_submodule(place.replace("/", "."))
             own = (p for _, p in tree_parameters(owner, recurse=False))
+            if self._plan.policy.float8 is not None and head_paths([path]):
+                continue  # such as a head that is tied to an embedding
             if place not in self._installation.called and any(p.requires_grad for p in own):
                 raise UnsupportedError(
                     f"overrides: the module {path!r} is never called as a module, so its dtype cannot be changed; the "
@@ -241,9 +258,9 @@ def resolve_policy(module: nn.Module, policy: Policy) -> ResolvedPolicy:
         UnsupportedError: a module would compute in a dtype to which autocast does not cast its parameters.
     """
     check_op_rules(policy)
-    inner = unwrapped_paths(module) if policy.overrides else {}
+    inner = unwrapped_paths(module) if policy.has_module_precisions else {}
     plan = policy.plan(inner, backend="torch")
-    for path, dtype in {"": plan.compute, **plan.overridden}.items():
+    for path, dtype in {"": plan.compute, **plan.overridden_dtypes}.items():
         part = module.get_submodule(inner[path].replace("/", ".")) if path else module
         if not _can_compute_in(plan, dtype) and any(map(_IS_FLOATING_POINT, part.parameters())):
             change = "mode='cast'" + (f", or drop overrides of {dtype}" if path else "")

@@ -214,6 +214,7 @@ def scaled_backward(
         read, size = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
         for model in models:
             model.check_overrides_ran()
+            model.warn_of_unmet_rules()
         loss = states[0].replicas.full_loss(read.value) if states[0].replicas.sharded else read.value
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
         factor = weighting.next_factor(read, batch, counts=counts)

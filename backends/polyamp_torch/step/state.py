@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 import numpy as np
 import torch
@@ -53,11 +53,21 @@ _IS_CPU: Final = operator.attrgetter("is_cpu")
 _END_MARK: Final = object()
 
 
-class TorchState(StateDisplayMixin):
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    ModuleT = TypeVar("ModuleT", bound=nn.Module, default=nn.Module)
+else:
+    from typing import TypeVar
+
+    ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class TorchState(StateDisplayMixin, Generic[ModuleT]):
     """Training state of a torch model. A step updates the state, the module and the optimizer in place.
 
     Attributes:
-        model: the user's module.
+        model: the user's module, of the type that `TorchState[Net]` names.
         recipe: the training recipe.
         plan: the recipe's policy, resolved against the model's modules.
         scaler: the recipe's loss scaler.
@@ -82,7 +92,9 @@ class TorchState(StateDisplayMixin):
         replicas: the processes that train the model together.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
+    _shown = ("averages", "optimizer", "parameters", "plan")
+
+    def __init__(self, model: ModuleT, recipe: Recipe, backend: Backend) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
         _refuse_lazy(model)

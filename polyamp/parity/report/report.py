@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from polyamp.display import html_table
+from polyamp.display import first_lines, html_table
 from polyamp.errors import ArgumentError
 from polyamp.files import write_atomically
 from polyamp.parity.report_data import (
@@ -70,6 +70,9 @@ class Report(Findings, frozen=True, kw_only=True):
         from polyamp.parity.report.text_report import render_text
 
         return render_text(self)
+
+    def __repr__(self) -> str:
+        return first_lines(str(self))
 
     def to_json(self) -> str:
         """Return the report as indented JSON; `schema` describes it."""

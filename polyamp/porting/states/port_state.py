@@ -68,7 +68,7 @@ def training_state(state: Any) -> TrainingState:
     return canonical_state(side, [ArrayMapping(layer.path, layer, layer.forms[0]) for layer in side.inventory.layers])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StateReport(PortReport):
     """Report that `polyamp.port` returns with a training state.
 

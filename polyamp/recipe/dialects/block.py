@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from polyamp.display import first_lines
 from polyamp.errors import ArgumentError, RecipeError, describe_value, did_you_mean, join_first
 
 ON_LOSS = "of the loss, which is the program's"
@@ -87,6 +88,9 @@ class DialectReport(NamedTuple):
             entries: dict[str, str] = getattr(self, title)
             lines += [f"{title}:", *(f"  {key}: {text}" for key, text in entries.items())] if entries else []
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return first_lines(str(self))
 
     def check(self, leave_out: Sequence[str] = ()) -> None:
         """Raise if a key is not mapped that the caller does not leave out by name."""

@@ -1,4 +1,4 @@
-"""`dialect_report`: what becomes of every key of another library's options. `docs/guides/dialects.md` lists them."""
+"""`dialect_report`: what becomes of every key of another library's options (docs/reference/dialect_keys.md)."""
 
 from __future__ import annotations
 

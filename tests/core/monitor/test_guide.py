@@ -1,4 +1,4 @@
-"""docs/guides/monitor.md: its block prints what stands below it, and its table has every option."""
+"""The guides of the monitor: the blocks of the reference print what stands below them; the table has every option."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ import pytest
 import polyamp
 from polyamp.monitor import text_table, writers
 
-GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "monitor.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+GUIDE = (GUIDES / "monitor.md").read_text(encoding="utf-8")
 
 
-def test_the_block_prints_what_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["monitor", "monitor_outputs"])
+def test_the_blocks_print_what_stands_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, printed = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)[0]
+    text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
+    code, printed = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)[0]
+    assert "polyamp.reference" in code
     found = io.StringIO()
     scope: dict[str, Any] = {}
     with contextlib.redirect_stdout(found):
         exec(code, scope)
     assert found.getvalue() == printed
-    assert (tmp_path / "run.jsonl").is_file()
+    assert (tmp_path / "run.jsonl").is_file() == (name == "monitor")
 
 
 def test_the_table_has_every_option_with_its_default() -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/guides/dialects.md, from the code; run as a script it prints them."""
+"""The tables of docs/reference/dialect_keys.md, from the code; run as a script it prints them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from polyamp.recipe.dialects.dialect_report import DIALECTS, DialectTable
 
 
 def table_text(table: DialectTable) -> str:
-    """Return one dialect's part of the guide."""
+    """Return one dialect's part of the page."""
     lines = ["| read | the library's default |", "|---|---|"]
     lines += [f"| `{key}` | `{default!r}` |" for key, default in table.defaults.items()]
     lines += ["", "| not mapped | nothing is lost if it is | why |", "|---|---|---|"]
@@ -18,4 +18,4 @@ def table_text(table: DialectTable) -> str:
 
 if __name__ == "__main__":
     for dialect in DIALECTS.values():
-        print(f"### {dialect[0].library}\n\n{table_text(dialect[0])}")
+        print(f"## {dialect[0].library}\n\n{table_text(dialect[0])}")

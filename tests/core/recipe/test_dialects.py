@@ -1,4 +1,4 @@
-"""`Recipe.from_dialect`: blocks of four libraries, what becomes of every key, and docs/guides/dialects.md."""
+"""`Recipe.from_dialect`: blocks of four libraries, what becomes of every key, and the pages about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from polyamp.errors import ArgumentError, RecipeError
 from polyamp.recipe.dialects.dialect_report import DIALECTS, dialect_report
 from tests.core.recipe.dialect_tables import table_text
 
-GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "dialects.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+GUIDE = (DOCS / "guides" / "dialects.md").read_text(encoding="utf-8")
+KEYS = (DOCS / "reference" / "dialect_keys.md").read_text(encoding="utf-8")
 read: Callable[..., polyamp.Recipe] = polyamp.Recipe.from_dialect
 NO_DECAY = (polyamp.Group(kind=("bias", "norm"), weight_decay=0.0),)
 
@@ -35,9 +37,9 @@ def test_the_guides_blocks_print_what_stands_below_them(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_the_guides_tables_are_those_of_the_code(name: str) -> None:
+def test_the_references_tables_are_those_of_the_code(name: str) -> None:
     table = DIALECTS[name][0]
-    assert f"### {table.library}\n\n{table_text(table)}" in GUIDE + "\n"
+    assert f"## {table.library}\n\n{table_text(table)}" in KEYS + "\n"
     assert len(table.keys) == len(set(table.keys))  # no key is in two places
 
 

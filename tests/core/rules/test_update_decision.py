@@ -67,6 +67,12 @@ def test_s17_one_sentence_raised_or_warned() -> None:
     assert "inf or NaN gradients: a/kernel, b." in text
     with pytest.raises(LossScaleStuckError, match=r"2 steps in a row .* gradients: a/kernel"):
         stuck_scale.check_stuck(2, scaler, lambda: ["a/kernel"])
+    found = stuck_scale.StuckFinding(("a/kernel",), True, "find()")
+    with pytest.raises(
+        LossScaleStuckError, match=r"a/kernel\. The loss is finite: the backward pass breaks\."
+    ) as caught:
+        stuck_scale.check_stuck(2, scaler, lambda: found)
+    assert (caught.value.parameters, caught.value.loss_is_finite, caught.value.call) == found
     with pytest.warns(UserWarning, match="50 steps in a row") as said:
         stuck_scale.check_stuck(50, LossScaler(on_stuck="warn"), list, stacklevel=2)
     assert said[0].filename == __file__

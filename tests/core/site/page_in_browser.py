@@ -20,8 +20,9 @@ HTML = ROOT / "out" / "docs" / "html"
 SITE = ROOT / "docs" / "site"
 PICTURED = (
     *("index", "tutorials/first_recipe", "guides/schedules", "guides/from_one_device_to_many", "semantics"),
+    *("reference/rules/s12", "explanation/mixed_precision", "explanation/architecture"),
     *("reference/api/index", "reference/api/training", "reference/api/errors", "reference/api/jax"),
-    *("measurements/benchmarks", "measurements/port_zoo", "project/examples/nanogpt.py"),
+    *("measurements/benchmarks", "measurements/data/port_zoo", "project/examples/nanogpt.py"),
 )
 QUERIES = {
     "polyamp.init": "reference/api/training",
@@ -29,7 +30,7 @@ QUERIES = {
     "LossScaleStuckError": "reference/api/errors",
     "scaled_value_and_grad": "reference/api/jax",
     "causal_language_model": "reference/api/losses",
-    "gradient accumulation": "semantics",
+    "gradient accumulation": "reference/rules/s8",
 }
 """What is typed -> a page that must be among the first ten results."""
 WAIT = 20.0

@@ -54,6 +54,14 @@ def test_every_public_name_of_a_backend_is_on_its_page(package: str) -> None:
     assert {f"{package}.{name}" for name in names} <= listed()
 
 
+def test_a_states_page_has_what_dir_offers() -> None:
+    names = tool("public_names")
+    (state,) = (each for each in names.public_names("polyamp_jax") if each.name == "polyamp_jax.JaxState")
+    assert sorted(names.members(state.home, state.node)) == ["attempts", "groups", "model"]
+    (policy,) = (each for each in names.public_names("polyamp") if each.name == "polyamp.Policy")
+    assert "replace" in names.members(policy.home, policy.node)
+
+
 def test_every_public_name_has_a_docstring() -> None:
     pages = tool("api_pages").names_by_page()
     assert [name.name for names in pages.values() for name in names if len(name.text) < 20] == []
@@ -174,12 +182,23 @@ The end.
 
 def test_every_command_has_its_options_on_the_page() -> None:
     text = tool("command_pages").commands_markdown()
-    commands = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     options = {
         each.split("`")[1].removeprefix("polyamp "): re.findall(r"^`+\{option\} (.*)$", each, re.MULTILINE)
-        for each in commands
+        for each in sections
     }
-    assert set(options) == {"bench", "demo", "diagnose", "doctor", "explain", "lint", "monitor", "parity", "port"}
+    assert set(options) == {
+        "bench",
+        "demo",
+        "diagnose",
+        "doctor",
+        "explain",
+        "lint",
+        "monitor",
+        "parity",
+        "port",
+        "rules",
+    }
     assert options["bench"] == ["--quick", "--only A,B", "--here", "--out OUT"]
     assert options["parity"][0] == "FILE"
     assert "Training steps. Default: `200`." in text
@@ -187,12 +206,33 @@ def test_every_command_has_its_options_on_the_page() -> None:
 
 
 def test_every_rule_has_its_tests_on_the_page() -> None:
-    text = tool("rule_pages").rules_markdown()
-    counts = [int(count) for count in re.findall(r"^\[The rule\].* Tests in the suite: (\d+);", text, re.MULTILINE)]
-    assert len(counts) == 35
+    pages = rule_pages()
+    counts = [
+        int(count)
+        for text in pages.values()
+        for count in re.findall(r"^Tests in the suite .*: (\d+);", text, re.MULTILINE)
+    ]
+    assert len(pages) == len(counts) == 36
     assert min(counts) >= 1
-    assert "## S7 Unscaled gradients\n\n[The rule](../semantics.md#s7-unscaled-gradients). " in text
-    assert "- only floating leaves are cast (`test_policy.py`)" in text
+    assert pages["reference/rules/s7"].startswith("# S7 Unscaled gradients\n\nGradients are those of the *unscaled*")
+    assert "- only floating leaves are cast (`test_policy.py`)" in pages["reference/rules/s2"]
+    assert "polyamp/rules/update_decision.py" in pages["reference/rules/s12"].partition("## Code")[2]
+
+
+def test_the_pages_of_the_rules_have_the_whole_of_the_semantics() -> None:
+    semantics = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
+    pages = [text.partition("\n## Tests\n")[0] for text in rule_pages().values()]
+    words = [line for page in pages for line in page.splitlines()[1:] if line]
+    assert [line.replace("../../", "") for line in words] == [
+        line for line in semantics.partition("\n## ")[2].splitlines()[1:] if line and not line.startswith("##")
+    ]
+    listed = tool("rule_pages").list_markdown(tool("rule_pages").rule_texts(semantics))
+    assert "- [S12 Skipped steps](reference/rules/s12.md): A step whose flag is False leaves *everything* " in listed
+
+
+def rule_pages() -> dict[str, str]:
+    rules = tool("rule_pages")
+    return rules.rule_markdown(rules.rule_texts((ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")))
 
 
 def test_every_page_stands_in_a_table_of_contents() -> None:

@@ -33,10 +33,10 @@ def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
         tmp_path,
         index__html='<a href="page.html#here">to</a><a href="https://a.org/x">out</a><script src="a.js"></script>',
         page__html='<p id="here"></p><a href="#here">x</a><a href="index.html">back</a><img src="data:image/png,x">',
-        semantics__html='<h3 id="s7-unscaled-gradients"></h3><a href="index.html"></a>',
+        reference__rules__s7__html='<h1 id="s7-unscaled-gradients"></h1><a href="../../index.html"></a>',
         search__html="",
         reference__api__index__html='<a href="training.html#polyamp.init"></a><a href="l.html#module-polyamp.losses">'
-        '<a href="../../semantics.html#s7-unscaled-gradients"></a>',
+        '<a href="../rules/s7.html#s7-unscaled-gradients"></a>',
         a__js='var home = "https://a.org";  // https://a.org',
         a__css='/* https://a.org */ p { background: url("data:image/svg+xml,x") }',
         llms__txt="# A\n\n- [a](page.html)\n- [b](_sources/gone.md.txt)\n",
@@ -46,7 +46,7 @@ def test_a_site_without_faults(site_check: Any, tmp_path: Path) -> None:
     targets = [link.partition(": ")[2] for link in site.broken_links()]
     assert targets == ["training.html#polyamp.init", "l.html#module-polyamp.losses"]
     assert site.outside_addresses() == []
-    assert site.orphans() == ["reference/api/index.html", "semantics.html"]
+    assert site.orphans() == ["reference/api/index.html", "reference/rules/s7.html"]
     assert site.missing_from_search(["polyamp", "polyamp.init", "polyamp.save"]) == ["polyamp.save"]
     assert site.missing_for_language_models() == ["_sources/gone.md.txt"]
     assert site.unlinked_names(["polyamp.init", "polyamp.save", "polyamp.losses"]) == ["polyamp.save"]

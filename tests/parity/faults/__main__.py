@@ -5,8 +5,8 @@
 A fault counts as found if the first divergence is in the phase, step, pass and module that were written down before
 it was run. Then 200 clean comparisons are made, of which nothing may be said. `--kept` keeps what was seen in a folder
 and judges what lies there already, so that tolerances can be tried and a run can be continued; `--write` puts the table
-into docs/measurements/parity_faults.md. Not part of `make test`, which runs a few of them: this takes more than an hour
-on one core. The exit status is 1 if fewer than 95 in 100 are found and named, or a clean comparison raised an alarm.
+into docs/measurements/data/parity_faults.md. Not part of `make test`, which runs a few of them: this takes more than an
+hour on one core. The exit status is 1 if fewer than 95 in 100 are found and named, or a clean comparison raised one.
 
 All frameworks are in one process, where TensorFlow's oneDNN is off: it and torch's do not bear each other.
 """
@@ -28,7 +28,7 @@ from tests.parity.faults import clean, table
 from tests.parity.faults.listed import FAULTS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "measurements" / "parity_faults.md"
+PAGE = ROOT / "docs" / "measurements" / "data" / "parity_faults.md"
 _QUIET = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"}
 
 

@@ -6,7 +6,7 @@ Before a fault was run it was written down where it must be named and as what. `
 that a run that was cut off after `--seconds` goes on; `--kept` keeps the traces, which are judged anew when a folder
 has them. Half A is for mending, half B was for one end, parts C, D and E, which were written apart, each for a later
 one; `--list` says how many there are, and not which. `--write` puts the log's table into
-docs/measurements/parity_faults.md. Not part of `make test`, which runs a few of half A.
+docs/measurements/data/parity_faults.md. Not part of `make test`, which runs a few of half A.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "measurements" / "parity_faults.md"
+PAGE = ROOT / "docs" / "measurements" / "data" / "parity_faults.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

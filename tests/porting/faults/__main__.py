@@ -4,8 +4,8 @@
 
 Faults are found by the report's differences, by an error of matching or structure, or by `check=`; what is named is
 compared with where the fault is. Then 200 clean pairs are moved, of which nothing may be said. `--write` puts the table
-into docs/measurements/port_faults.md. Not part of `make test`, which runs a few of them: this takes about half an hour
-on one core. The exit status is 1 if fewer than 95 in 100 are found and named, or a clean pair raised an alarm.
+into docs/measurements/data/port_faults.md. Not part of `make test`, which runs a few of them: this takes about half an
+hour on one core. The exit status is 1 if fewer than 95 in 100 are found and named, or a clean pair raised an alarm.
 
 Keras is in a process of its own with the others, for TensorFlow's oneDNN and torch's do not bear each other.
 """
@@ -25,7 +25,7 @@ from tests.porting.faults import clean, table
 from tests.porting.faults.listed import FAULTS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "measurements" / "port_faults.md"
+PAGE = ROOT / "docs" / "measurements" / "data" / "port_faults.md"
 
 
 def _work(keras: bool, only: str, count: int) -> None:

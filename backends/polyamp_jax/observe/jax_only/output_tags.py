@@ -207,6 +207,13 @@ def _all_equations(jaxpr: compat.Jaxpr) -> Iterator[Any]:
             yield from _all_equations(inner)
 
 
+def tagged_paths(eqn: compat.JaxprEqn) -> list[str]:
+    """Return the paths of the modules that tag their outputs in the inner programs of an equation."""
+    inner = [each for jaxpr in compat.inner_programs(eqn) for each in _all_equations(jaxpr)]
+    tags = [each.params for each in inner if each.primitive is TAG_PRIMITIVE]
+    return list(dict.fromkeys(params["path"] for params in tags if params["what"] == "output"))
+
+
 def inline_program(eqn: compat.JaxprEqn) -> tuple[compat.Jaxpr, Sequence[Any]] | None:
     """Return an equation's inner jaxpr and its constants if its tags are reached, else None."""
     if compat.primitive_name(eqn) not in _INLINE_PRIMITIVES:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import matrix_products, program_analysis, tag_primitive
+from polyamp_jax.precision.interpreter import float8_products, matrix_products, program_analysis, tag_primitive
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.program_analysis import PrecisionNeed
 from polyamp_jax.precision.interpreter.program_value import (
@@ -243,14 +243,19 @@ class Interpreter:
 
     def _dtype(self, operands: list[ProgramValue], scopes: tuple[str, ...]) -> tuple[Any, str]:
         """Return the compute list's dtype in some scopes, and the override that set it ("" if none did)."""
+        place = self._place(operands, scopes)
+        return (self.settings.base, "") if place.named is None else (np.dtype(place.dtype), "override")
+
+    def _place(self, operands: list[ProgramValue], scopes: tuple[str, ...]) -> ModulePrecision:
+        """Return the precision of the module in whose scopes an operation runs, or whose parameter is an operand."""
         plan = self.settings.plan
         if plan.overridden:
             owners = (v.traits.owner for v in operands if v.traits.owner is not None)
             for path in (self.path(scopes), *owners):
-                named = plan.at(path).named
-                if named is not None:
-                    return np.dtype(named), "override"
-        return self.settings.base, ""
+                place = plan.at(path)
+                if place.named is not None:
+                    return place
+        return plan.root
 
     def _operate(
         self,
@@ -273,7 +278,11 @@ class Interpreter:
             arrays = [v.array() for v in operands]
         else:
             arrays = [v.array(chosen if v.castable else None, note) for v in operands]
-        out = self._bind(eqn, name, operands, arrays, chosen)
+        product = None
+        if self.settings.plan.policy.float8 is not None and name == "dot_general" and chosen == self.settings.base:
+            product, reason = float8_products.find_product(eqn, operands, self._place(operands, scopes), reason)
+        bound = None if product is None else [float8_products.multiply(product, arrays)]
+        out = self._bind(eqn, name, operands, arrays, chosen) if bound is None else bound
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
         traits = _result_traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")

@@ -7,9 +7,13 @@ layers: a layer that is sensitive as a whole computes in float32 (S4), any other
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, Final
+
+import keras
+import tensorflow as tf
 
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.errors import UnsupportedError, describe_value
@@ -32,33 +36,46 @@ _REASON_LENGTH: Final = 240
 
 
 def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
-    """Return the casting report of `loss_fn(model, batch)`; the model and its random streams stay as they are.
+    """Return the casting report of `loss_fn(model, batch)`, or of `model(*inputs)` without a backward pass; the model
+    and its random streams stay as they are.
 
     Args:
         backend: this backend.
-        loss_fn: the loss function.
+        loss_fn: the loss function, or a model or layer.
         policy: the policy.
-        inputs: model and batch.
+        inputs: model and batch; or the arguments of the model.
 
     Raises:
-        UnsupportedError: other inputs, such as a model alone.
+        UnsupportedError: other inputs, such as a function without a model.
     """
-    if len(inputs) != 2 or not is_layer(inputs[0]) or is_layer(loss_fn):
+    recorder, alone = OpDtypeRecorder(enabled=True), is_layer(loss_fn)
+    if alone and inputs:
+        model, batch, loss_fn = loss_fn, inputs, functools.partial(_sum_of_outputs, recorder)
+    elif not alone and len(inputs) == 2 and is_layer(inputs[0]):
+        model, batch = inputs
+    else:
         raise UnsupportedError(
             "explain of Keras models takes a loss function, a policy, a model and a batch: polyamp.explain(loss_fn, "
-            f"policy, model, batch). Received: {describe_value(loss_fn)} and {len(inputs)} inputs."
+            "policy, model, batch), or a model or layer and its inputs: polyamp.explain(model, policy, x). Received: "
+            f"{describe_value(loss_fn)} and {len(inputs)} inputs."
         )
-    model, batch = inputs
-    recorder = OpDtypeRecorder(enabled=True)
     with model_copy(model, wide=False, inference=False) as twin:
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
         state = backend.init(twin, recipe)
         capture.capture_pass(state, loss_fn, batch, _ignore, recorder)
         ruled = {each.path: each.dtype for each in choose_layer_dtypes(twin, state.plan) if each.why == "op_rules"}
-        notes = _record_backward(state, loss_fn, batch, recorder)
+        notes = [] if alone else _record_backward(state, loss_fn, batch, recorder)
     rows = [row._replace(rule=_rule(row, policy, ruled)) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
     return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows}, notes)
+
+
+def _sum_of_outputs(recorder: OpDtypeRecorder, model: Any, given: tuple[Any, ...]) -> Any:
+    """Return a scalar of the outputs of a model that has no loss, which is not recorded."""
+    output = model(*given)
+    with recorder.paused():
+        floating = [each for each in keras.tree.flatten(output) if tf.is_tensor(each) and each.dtype.is_floating]
+        return tf.add_n([tf.reduce_sum(tf.cast(each, tf.float32)) for each in floating])
 
 
 def _record_backward(state: Any, loss_fn: Any, batch: Any, recorder: OpDtypeRecorder) -> list[str]:

@@ -49,8 +49,8 @@ from polyamp_tensorflow.step.tensorflow_only.graph_function import needs_xla
 def compile(  # noqa: A001  # Keras's word for it
     model: Any,
     recipe: Recipe,
-    *,
     loss: Any = None,
+    *,
     metrics: Any = None,
     loss_weights: Any = None,
     weighted_metrics: Any = None,

@@ -108,7 +108,7 @@ class _FitRun:
 
     def __init__(self, model: Any, monitor: Monitor, policy: Policy) -> None:
         self.monitor = monitor
-        self.selection = monitor.selection(traced=False)
+        self.selection = monitor.loop_selection()
         self._model = model
         self._optimizer: LossScaleOptimizer = model.optimizer
         self._counts_itself = model.steps_per_execution == 1 and is_keras_code(own_class(model).train_step)

@@ -27,6 +27,7 @@ from polyamp_torch.observe.torch_only.kernel_lists import kernel_rule
 from polyamp_torch.observe.torch_only.operation_counter import OperationCounter
 from polyamp_torch.precision.autocast import backward_region, root_region, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
+from polyamp_torch.precision.torch_only.op_rules import forget_met, rule_changes, unmet_rules, unmet_text
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
 
@@ -73,10 +74,14 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, com
             with root_region(plan, device.type):
                 return target(*args)
 
-        counter = OperationCounter(plan)
+        counter, changes = OperationCounter(plan), rule_changes(plan)
+        forget_met(changes)
         with bound.installed():  # as in the step: also while checkpoints run again
             _run_pass(counter, plan, bound_call, arguments, list(model.parameters()), device.type, paths, compiled)
-        return counter.report(policy, strict=strict, notes=[NOTE] * compiled)
+        notes, unmet = [NOTE] * compiled, unmet_rules(changes)
+        if unmet:
+            notes.append(unmet_text(unmet, "this pass"))
+        return counter.report(policy, strict=strict, notes=notes)
 
 
 def _run_pass(

@@ -73,6 +73,8 @@ class OperationCounter:
 
     def _rule(self, module: str, name: str, dtypes: list[str], direction: str) -> str:
         """Return the rule of an operation; `name` is empty for an operation in place."""
+        if RUNNING_RULE.word == "float8":
+            return "float8"
         parts = module.split("/")
         named = any("/".join(parts[:n]) in self._plan.overridden for n in range(1, len(parts) + 1))
         if named:

@@ -35,7 +35,7 @@ class LoopMonitor:
         mean_over_ranks: returns the mean of a scalar over the processes that train replicas; None for one process.
 
     Raises:
-        UnsupportedError: a parameter is sharded.
+        UnsupportedError: a parameter is sharded, or the monitor reads activations.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class LoopMonitor:
                     "is sharded. polyamp.train_step(..., monitor=monitor) reads sharded ones."
                 )
         self.monitor = monitor
+        self._selection = monitor.loop_selection()
         self._parameters = parameters
         self._recipe = recipe
         self._mean_over_ranks = mean_over_ranks
@@ -77,7 +78,7 @@ class LoopMonitor:
         if not self._due:
             return
         self._view = self._state_view(state)
-        self._update = MonitoredUpdate(self._view, self.monitor.selection(traced=False))
+        self._update = MonitoredUpdate(self._view, self._selection)
         grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._norm = _global_norm(list(grads.values()), carried, state.scale)
         self._update.measure(grads, carried)

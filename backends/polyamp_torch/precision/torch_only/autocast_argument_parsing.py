@@ -16,8 +16,8 @@ from polyamp.recipe.policy_names import DIALECTS
 from polyamp.recipe.resolved_policy import module_precision
 from polyamp_torch.arrays import DTYPES
 from polyamp_torch.compat import is_cuda_autocast_unavailable
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES, device_types
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 _POLICY_BY_DTYPE: Final = {torch.float16: Policy("mixed_float16"), torch.bfloat16: Policy("mixed_bfloat16")}
 """The policy of each dtype in torch's form."""
@@ -86,6 +86,10 @@ def _policy_arguments(policy: Policy, device_type: str | None, *, enabled: bool)
     if device_type != "cpu" and device_type not in device_types():
         raise RegionError(
             f"device_type={device_type!r}: torch finds no such device here. It finds: {', '.join(device_types())}."
+        )
+    if policy.float8 is not None:
+        raise UnsupportedError(
+            "float8 keeps heads in 16 bits, and a region knows no model. Use policy.autocast(model)."
         )
     if not OPEN_BLOCKS.bound and (len(policy.overrides) or policy.mode == "cast"):
         what = "overrides name module paths" if len(policy.overrides) else "mode='cast' casts a model's parameters"

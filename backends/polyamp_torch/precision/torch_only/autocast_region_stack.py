@@ -18,7 +18,6 @@ import dis
 import inspect
 import operator
 import sys
-import threading
 import weakref
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -40,37 +39,12 @@ from polyamp_torch.precision.torch_only.float32_islands import (
 )
 from polyamp_torch.precision.torch_only.op_rules import RuleChanges
 from polyamp_torch.precision.torch_only.op_rules_mode import op_rules_region
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 _WITH_INSTRUCTIONS: Final = ("BEFORE_WITH", "SETUP_WITH")
 """Opcodes of a `with` statement. Python 3.14 has another; `close_stale_blocks` then waits for the object's end."""
 _CALL: Final = operator.methodcaller("__call__")
 _GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-class _OpenBlocks(threading.local):
-    """Open blocks of one thread.
-
-    Attributes:
-        regions: the regions, innermost last.
-        bound: the models whose casts and overrides are installed, innermost last.
-        installed: the blocks that installed them, outside of traced functions.
-        placed: the installations of a function that a compiler traces.
-        overrides: the running overridden modules: their installation, and their dtype.
-        functions: the policies of the running functions that have one, and the length of `bound` outside of each.
-        traced: the regions of a function that a compiler traces.
-    """
-
-    def __init__(self) -> None:
-        self.regions: list[RegionBlock] = []
-        self.bound: list[Any] = []
-        self.installed: list[Any] = []
-        self.placed: list[Any] = []
-        self.traced: list[contextlib.AbstractContextManager[None]] = []
-        self.overrides: list[tuple[Any, str]] = []
-        self.functions: list[tuple[Any, int]] = []
-
-
-OPEN_BLOCKS: Final = _OpenBlocks()
 
 
 class RegionBlock:
@@ -259,7 +233,8 @@ def close_stale_blocks() -> None:
 
 def innermost_region(owner: Any) -> RegionBlock | None:
     """Return the innermost region in this thread that an `autocast` object has opened, or None."""
-    for block in reversed(OPEN_BLOCKS.regions):
+    regions: list[RegionBlock] = OPEN_BLOCKS.regions
+    for block in reversed(regions):
         if block.owner is not None and block.owner() is owner:
             return block
     return None

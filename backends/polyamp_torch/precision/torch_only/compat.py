@@ -58,6 +58,24 @@ FUSED_ATTENTION: Final = "_native_multi_head_attention"
 FUSED_ENCODER_LAYER: Final = "_transformer_encoder_layer_fwd"
 
 
+def scaled_product(
+    left: torch.Tensor, right: torch.Tensor, left_scale: torch.Tensor, right_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product of two matrices of 8-bit floats times two scales, from tensor cores with float32 sums.
+
+    The kernel takes a row-major left and a column-major right operand, with a contracted size that is a multiple of 16.
+    """
+    missing = -left.shape[1] % 16
+    if missing:
+        left = torch.nn.functional.pad(left.view(torch.uint8), (0, missing)).view(left.dtype)
+        right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, missing)).view(right.dtype)
+    columns = right.t().contiguous().t()
+    made: torch.Tensor = torch._scaled_mm(
+        left.contiguous(), columns, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=False
+    )
+    return made
+
+
 def has_custom_device() -> bool:
     """Return whether a library serves a custom device, whose autocast has the key of the kernels."""
     return torch._C._get_privateuse1_backend_name() != _CUSTOM_DEVICE or _had_fallback()

@@ -84,6 +84,36 @@ def find_change(function: TorchFunction, changes: RuleChanges) -> tuple[str, str
     return rules_by_function(changes).get(function)
 
 
+_MET: Final[dict[RuleChanges, set[str]]] = {}
+"""Rules -> the names among them whose functions were called under them in this process."""
+
+
+@assume_constant_result
+def note_met(changes: RuleChanges, name: str) -> None:
+    """Record that a function with a rule was called; in a traced function when it is traced."""
+    _MET.setdefault(changes, set()).add(name)
+
+
+def unmet_rules(changes: RuleChanges) -> list[str]:
+    """Return the names whose functions were not called under these rules since `forget_met`."""
+    return [name for name, _ in changes if name not in _MET.get(changes, ())]
+
+
+def forget_met(changes: RuleChanges) -> None:
+    """Begin anew to record which functions are called under these rules."""
+    _MET.pop(changes, None)
+
+
+def unmet_text(names: list[str], where: str) -> str:
+    """Return what is said of rules without effect."""
+    listed = " or ".join(map(repr, names))
+    return (
+        f"op_rules: {where} called no function {listed} under autocast, so a rule for it has no effect. A module may "
+        "call a function of another name (attention 'scaled_dot_product_attention'), or one that torch calls inside. "
+        "polyamp.explain lists the operations that run."
+    )
+
+
 def functions_named(name: str) -> list[TorchFunction]:
     """Return the functions of torch that a name covers: functions, methods and operators.
 

@@ -22,6 +22,12 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, open_mode_count, open_modes, push_mode
 from polyamp_torch.precision.op_list import FUNCTIONS_WITHOUT_DISPATCH, copy_without_dispatch
 from polyamp_torch.precision.torch_only import activation_checkpointing
+from polyamp_torch.precision.torch_only.float8_products import (
+    FLOAT8_RULES,
+    find_product,
+    is_same_but_float8,
+    multiply,
+)
 from polyamp_torch.precision.torch_only.float32_function_mode import remove_mode
 from polyamp_torch.precision.torch_only.op_rules import (
     ENTER,
@@ -30,8 +36,10 @@ from polyamp_torch.precision.torch_only.op_rules import (
     RuleChanges,
     find_change,
     leaves_alone,
+    note_met,
     rules_by_function,
 )
+from polyamp_torch.precision.torch_only.open_blocks import running_override
 
 _AUTOCAST_DTYPES: Final = (*HALF_TENSOR_DTYPES, torch.float32)
 """The dtypes that a rule casts from. A call with float64 operands is left alone, as by autocast."""
@@ -91,6 +99,7 @@ class OpRulesMode(TorchFunctionMode):
         name, rule = found
         if rule == ENTER:
             return self._enter_function(func, types, args, kwargs)
+        note_met(self.changes, name)
         return self._apply_rule(name, rule, func, args, kwargs)
 
     def _enter_function(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -102,6 +111,8 @@ class OpRulesMode(TorchFunctionMode):
             return body(*args, **kwargs)
 
     def _apply_rule(self, name: str, rule: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if rule in FLOAT8_RULES:
+            return self._multiply(name, rule, func, args, kwargs)
         operands = _floating_tensors((*args, *kwargs.values()), self.device_type)
         if not operands or any(x.dtype not in _AUTOCAST_DTYPES for x in operands) or leaves_alone(func, args, kwargs):
             return func(*args, **kwargs)
@@ -116,6 +127,23 @@ class OpRulesMode(TorchFunctionMode):
         try:
             with TorchAutocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
+        finally:
+            RUNNING_RULE.word = outer
+
+    def _multiply(self, name: str, rule: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a product in 8 bits (S36), or in the compute dtype where the rule does not cover it."""
+        product = find_product(name, self.device_type, args, kwargs)
+        if product is None:
+            return func(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(self.device_type)
+        if torch.compiler.is_compiling():
+            with TorchAutocast(self.device_type, enabled=False):
+                return multiply(product, dtype, rule)
+        self._carry_into_checkpoint()
+        outer, RUNNING_RULE.word = RUNNING_RULE.word, "float8"
+        try:
+            with TorchAutocast(self.device_type, enabled=False):
+                return multiply(product, dtype, rule)
         finally:
             RUNNING_RULE.word = outer
 
@@ -197,6 +225,8 @@ def check_traced_rules(device_type: str, changes: RuleChanges) -> None:
     """
     current = current_rules_mode(device_type)
     if current is not None and not current.is_traced and current.changes not in ((), changes):
+        if running_override() is not None and is_same_but_float8(current.changes, changes):
+            return  # the products themselves look for the override
         raise UnsupportedError(
             "torch.compile cannot trace a region with other op_rules inside one that was opened around the compiled "
             "function. Open the inner region outside of the function too."
@@ -210,7 +240,7 @@ def _traced_rules(device_type: str, changes: RuleChanges) -> Iterator[None]:
     if changes and (current is None or not (current.changes or current.is_traced)):
         with OpRulesMode(device_type, changes):
             yield
-    elif current is None or current.changes == changes:
+    elif current is None or current.changes == changes or not _can_switch(current, changes):
         yield
     else:
         outer = current.changes
@@ -219,6 +249,10 @@ def _traced_rules(device_type: str, changes: RuleChanges) -> Iterator[None]:
             yield
         finally:
             current.switch(outer)
+
+
+def _can_switch(current: OpRulesMode, changes: RuleChanges) -> bool:
+    return current.is_traced or not (running_override() is not None and is_same_but_float8(current.changes, changes))
 
 
 def current_rules_mode(device_type: str) -> OpRulesMode | None:

@@ -20,13 +20,9 @@ from polyamp_torch.compat import assume_constant_result, is_in_backward
 from polyamp_torch.precision.autocast import carried, is_region_open, place_region
 from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only import activation_checkpointing
-from polyamp_torch.precision.torch_only.autocast_region_stack import (
-    OPEN_BLOCKS,
-    RegionBlock,
-    autocast_nesting,
-    close_stale_blocks,
-)
+from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock, autocast_nesting, close_stale_blocks
 from polyamp_torch.precision.torch_only.op_rules import rule_changes
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 MethodWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the replacement of a module's method."""
@@ -198,9 +194,10 @@ class PolicyInstallation:
         return None if self.is_overruled(part) else self._cast_to_outer_dtype(output)
 
     def _cast_to_outer_dtype(self, output: Any) -> Any:
-        around = next((dtype for owner, dtype in reversed(OPEN_BLOCKS.overrides) if owner is self), self.plan.compute)
-        mixes = self.casts is None and self.plan.place(around).mixes
-        return output if mixes else cast_tree(output, around, float64=self.plan.float64)
+        named = next((dtype for owner, dtype in reversed(OPEN_BLOCKS.overrides) if owner is self), self.plan.compute)
+        around = self.plan.place(named)
+        mixes = self.casts is None and around.mixes
+        return output if mixes else cast_tree(output, around.dtype, float64=self.plan.float64)
 
     def _needs_output_cast(self, path: str, overrides: dict[str, str]) -> bool:
         """Return whether the code around a module computes in another dtype, without autocast."""
@@ -208,15 +205,16 @@ class PolicyInstallation:
         while outer and outer not in overrides:
             outer = outer.rpartition("/")[0]
         around = self.plan.place(overrides[outer]) if outer else self.plan.root
-        return not around.mixes and around.dtype != overrides[path]
+        return not around.mixes and around.dtype != self.plan.place(overrides[path]).dtype
 
     def _part(self, path: str) -> nn.Module:
         return self.module.get_submodule(path.replace("/", "."))
 
     def _override_wrapper(self, path: str, overrides: dict[str, str]) -> MethodWrapper:
         """Return a wrapper of a submodule's `forward` that runs it in the submodule's own dtype (S5)."""
-        dtype, double = overrides[path], self.plan.float64
-        place, part = self.plan.place(dtype), self._part(path)
+        named, double = overrides[path], self.plan.float64
+        place, part = self.plan.place(named), self._part(path)
+        dtype = place.dtype
         casts_output = id(part) in self.cast_outputs
 
         def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +223,7 @@ class PolicyInstallation:
                 self._record_call(path)
                 if self.is_overruled(part):
                     return forward(*args, **kwargs)
-                OPEN_BLOCKS.overrides.append((self, dtype))
+                OPEN_BLOCKS.overrides.append((self, named))
                 try:
                     with place_region(place, self.device_type, self.rules):
                         kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}

@@ -94,10 +94,22 @@ def unwrapped_paths(module: nn.Module) -> dict[str, str]:
         >>> unwrapped_paths(nn.Sequential(nn.DataParallel(nn.Sequential(nn.ReLU()))))
         {'0': '0/module', '0/0': '0/module/0'}
     """
+    short = short_paths(module)
+    return {short[name]: name.replace(".", "/") for name in short if short[name]}
+
+
+def short_paths(module: nn.Module) -> dict[str, str]:
+    """Map torch's name of each submodule, and "" of the model, to its `/`-separated path without wrappers.
+
+    A wrapper and the module in it have the same path.
+
+    Example:
+        >>> short_paths(nn.Sequential(nn.DataParallel(nn.ReLU())))
+        {'': '', '0': '0', '0.module': '0'}
+    """
     wrappers = tuple(_loaded_wrappers())
     parts = {"": module}
     inner = {"": ""}
-    found = {}
     for name, part in module.named_modules(remove_duplicate=False):
         if not name:
             continue
@@ -105,9 +117,7 @@ def unwrapped_paths(module: nn.Module) -> dict[str, str]:
         parts[name] = part
         wrapped = any(own == attribute and isinstance(parts[around], kind) for kind, attribute in wrappers)
         inner[name] = inner[around] if wrapped else f"{inner[around]}/{own}".lstrip("/")
-        if inner[name]:
-            found[inner[name]] = name.replace(".", "/")
-    return found
+    return inner
 
 
 def _loaded_wrappers() -> Iterator[tuple[type[Any], str]]:

@@ -31,14 +31,15 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP, detach_leaf
 from polyamp_torch.compat import assume_constant_result, module_buffers, module_parameters, tree_flatten, tree_unflatten
 from polyamp_torch.precision.autocast import matmul_precision, root_region
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS
 from polyamp_torch.precision.torch_only.compiled_attention import AttentionCastMode
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 from polyamp_torch.step import optimizers
 from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.error_hints import compile_error
 from polyamp_torch.step.grad_stats import global_norm_and_finite, unscale_and_clip_divisor
 from polyamp_torch.step.loss_weights import total_scale, weighted_loss_sum
 from polyamp_torch.step.monitor_slots import MonitoredUpdate
+from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
@@ -81,6 +82,7 @@ class CompiledGraph:
         self._scaler = state.scaler
         self._weight = weight
         self._monitor = monitor
+        self._outputs = OutputHooks(state, monitor, traced=True) if monitor and monitor.activations else None
         self._loss_fn = loss_fn
         self._device = state.device.type
         self._dtype = torch.float64 if recipe.policy.param == "float64" else torch.float32  # of rates and counts (S1)
@@ -147,11 +149,13 @@ class CompiledGraph:
         if watch is not None:
             watch.measure(dict(zip(self._used, seen, strict=True)), carried)
             figures = watch.finish(state)
-        return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight, figures)
+        result = StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight, figures)
+        return with_output_figures(result, self._outputs)
 
     def _call(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
         """Call the compiled function; return its results, or raise its error as one of polyamp's."""
-        with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
+        hooks = contextlib.nullcontext() if self._outputs is None else self._outputs.installed()
+        with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed(), hooks:
             self._watch.given = (state, batches[0])
             self._watch.interrupts = interrupts
             try:
@@ -281,6 +285,8 @@ class CompiledGraph:
             return torch.func.functional_call(self._program, named, (part,))
 
         def scaled_loss(values: NamedTensors) -> Any:
+            if self._outputs is not None:
+                self._outputs.take()
             with torch.enable_grad(), self._attention(), root_region(self._plan, self._device):
                 given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
@@ -308,9 +314,14 @@ class CompiledGraph:
             scaled = wide * scale if self._scaler.scales else wide
             if share is not None and weight is None:
                 scaled = scaled * share
-            return scaled, (wide, tensors, after, [] if weight is None else [weight])
+            outputs = {} if self._outputs is None else self._outputs.take()
+            return scaled, (wide, tensors, after, [] if weight is None else [weight], outputs)
 
-        grads, (_, (loss, tensors, after, given)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(parameters)
+        grads, (_, (loss, tensors, after, given, outputs)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(
+            parameters
+        )
+        if self._outputs is not None:
+            self._outputs.keep(outputs)
         leaves, structure = kept[0]
         found = iter(tensors)
         aux = tree_unflatten([next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)

@@ -31,6 +31,7 @@ from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.forward_backward import stash_grads
 from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.loss_weights import total_scale
+from polyamp_torch.step.output_figures import with_output_figures
 from polyamp_torch.step.parameter_writes import WRITE_PREFIX, GradientWrites
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
@@ -79,6 +80,11 @@ class CompiledStep:
             raise UnsupportedError(
                 "train_step(compile=...) takes overrides in mode='autocast' only. Received: overrides="
                 f"{dict(recipe.policy.overrides)}, mode='cast'. Use compile=False or mode='autocast'."
+            )
+        if recipe.policy.float8 is not None:
+            raise UnsupportedError(
+                "train_step(compile=...): torch's compiler loses the gradients of products in 8 bits inside of a graph "
+                "that differentiates itself (S36). Compile the model, model.compile(), and use compile=False."
             )
         if _reads_attribute(getattr(loss_fn, "__code__", None), "requires_grad"):
             raise UnsupportedError(
@@ -164,7 +170,7 @@ class CompiledNativeGraph(CompiledGraph):
             settle = functools.partial(_commit_or_rollback, running, now, GradientWrites(state.writes.named, new))
             ready = UpdateGradients(grads, None if narrow else scale, settle, weight=weight)
             (result,) = update_states([state], [ready], "all", self._monitor)
-        return result._replace(loss=loss, aux=map_tree(detach_leaf, aux))
+        return with_output_figures(result._replace(loss=loss, aux=map_tree(detach_leaf, aux)), self._outputs)
 
     def _traced(self, *arguments: Any) -> Any:
         """Run the first half; this function is compiled."""

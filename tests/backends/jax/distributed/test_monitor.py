@@ -19,7 +19,7 @@ RECIPE = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2, eps=1e-3
 
 def recorded(model: Any, every: int = 1, steps: int = 4) -> list[MonitorRecord]:
     """The records of one device."""
-    monitor = polyamp.Monitor(every=every, weights=True)
+    monitor = polyamp.Monitor(every=every, weights=True, activations=True)
     state, step = polyamp.init(model, RECIPE), polyamp.train_step(loss_fn, RECIPE, monitor=monitor)
     for number in range(steps):
         state, _ = step(state, whole_batch(number))
@@ -32,9 +32,17 @@ def assert_alike(found: list[MonitorRecord], expected: list[MonitorRecord]) -> N
     for one, other in zip(found, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        assert one.modules[-1].activations is not None
         assert [each.module for each in one.modules] == [each.module for each in other.modules]
         for own, wanted in zip(one.modules, other.modules, strict=True):
-            assert own.gradients is not None
+            if own.activations is not None:
+                assert wanted.activations is not None
+                assert own.activations.elements == wanted.activations.elements
+                assert own.activations.rms == pytest.approx(wanted.activations.rms, rel=1e-5)
+                assert own.activations.largest == pytest.approx(wanted.activations.largest, rel=1e-5)
+            if own.gradients is None:
+                assert own.module == ""
+                continue
             assert wanted.gradients is not None
             assert own.weights is not None
             assert wanted.weights is not None
@@ -49,7 +57,7 @@ def assert_alike(found: list[MonitorRecord], expected: list[MonitorRecord]) -> N
 @pytest.mark.parametrize("way", WAYS)
 def test_s35_replicas_have_the_figures_of_one(way: str, make_kind: Any) -> None:
     made = make_kind("function")
-    monitor = polyamp.Monitor(every=2, weights=True)
+    monitor = polyamp.Monitor(every=2, weights=True, activations=True)
     state = polyamp.init(made.model, RECIPE)
     step = over_replicas(way, polyamp.train_step(loss_fn, RECIPE, monitor=monitor, **NAMED[way]))
     for number in range(4):
@@ -62,7 +70,7 @@ def test_s35_replicas_have_the_figures_of_one(way: str, make_kind: Any) -> None:
 def test_s35_sharded_arrays_have_the_figures_of_one_device(spec: Any, make_kind: Any) -> None:
     made = make_kind("function")
     on = mesh((2, 2), ("data", "model"))
-    monitor = polyamp.Monitor(every=1, weights=True)
+    monitor = polyamp.Monitor(every=1, weights=True, activations=True)
     state = polyamp.init(put(made.model, on, spec), RECIPE)
     step = polyamp.train_step(loss_fn, RECIPE, monitor=monitor)
     for number in range(3):
@@ -73,7 +81,7 @@ def test_s35_sharded_arrays_have_the_figures_of_one_device(spec: Any, make_kind:
 def test_s35_a_scan_over_steps_and_a_switch_compile_nothing_again(make_kind: Any) -> None:
     """The figures of a scan are those of single calls; a scan of a monitor that is off has none."""
     made = make_kind("function")
-    monitor = polyamp.Monitor(every=2, weights=True)
+    monitor = polyamp.Monitor(every=2, weights=True, activations=True)
     step = polyamp.train_step(loss_fn, RECIPE, monitor=monitor, compile=False)
     batch = jax.tree.map(lambda *rows: jax.numpy.stack(rows), *[whole_batch(number) for number in range(6)])
     state, results = jax.jit(lambda state, batch: jax.lax.scan(step, state, batch))(

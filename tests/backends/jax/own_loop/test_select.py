@@ -46,7 +46,7 @@ class Net(nnx.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_s12_nnx_objects_are_left_alone_in_place(compiled: bool) -> None:
-    """README's loop. Without `select` every parameter is NaN after the overflow."""
+    """The loop of docs/guides/jax_models.md. Without `select` every parameter is NaN after the overflow."""
     net = Net()
     optimizer = nnx.Optimizer(net, optax.adamw(1e-2), wrt=nnx.Param)
     graded = scaled_value_and_grad(lambda net, x: jnp.mean((POLICY.autocast(net)(x) - 1.0) ** 2), SCALER)

@@ -29,7 +29,7 @@ from polyamp_jax import compat
 from polyamp_jax.precision import op_list
 from polyamp_jax.precision.interpreter import control_flow
 
-DOCUMENT: Final = (Path(__file__).parents[4] / "docs" / "guides" / "jax_autocast.md").read_text(encoding="utf-8")
+DOCUMENT: Final = (Path(__file__).parents[4] / "docs" / "reference" / "jax_op_list.md").read_text(encoding="utf-8")
 NAMES: Final = ("COMPUTE", "FLOAT32", "PROMOTE", "FOLLOW", "MOVE", "OPAQUE", "STRUCTURE")
 TEXTS: Final = {**vars(op_list), "FLOAT32": " ".join(op_list.SENSITIVE.values())}
 LISTED: Final = {name: TEXTS[name].split() for name in NAMES}

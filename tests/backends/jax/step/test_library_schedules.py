@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from polyamp import schedules
-from polyamp.schedules.library_schedules import _MAKERS
+from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES
 from polyamp_jax.arrays import XP
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -41,11 +41,11 @@ def test_s13_the_rates_are_optax(name: str, arguments: dict[str, Any]) -> None:
 
 
 def test_every_schedule_of_optax_is_compared_with_its_arguments_and_defaults() -> None:
-    names = {name.removeprefix("optax.") for name in _MAKERS if name.startswith("optax.")}
+    names = {name.removeprefix("optax.") for name in LIBRARY_SCHEDULES if name.startswith("optax.")}
     assert {name for name, _ in CASES} == names
     for name in names:
         theirs = inspect.signature(getattr(optax, name)).parameters
-        own = inspect.signature(_MAKERS[f"optax.{name}"]).parameters
+        own = inspect.signature(LIBRARY_SCHEDULES[f"optax.{name}"]).parameters
         assert {key: value.default for key, value in own.items()} == {
             key: value.default for key, value in theirs.items()
         }, name

@@ -14,7 +14,7 @@ def test_s35_replicas_have_the_figures_of_one(two_cpus: Any) -> None:
     recipe = made(clip_norm=0.1)
     found = []
     for several in (False, True):
-        monitor = polyamp.Monitor(every=2, weights=True)
+        monitor = polyamp.Monitor(every=2, weights=True, activations=True)
         state = on(two_cpus, recipe) if several else polyamp.init(model(), recipe)
         step = polyamp.train_step(loss_fn, recipe, monitor=monitor)
         for rows in ROWS[:4]:
@@ -26,6 +26,13 @@ def test_s35_replicas_have_the_figures_of_one(two_cpus: Any) -> None:
         assert several.grad_norm == pytest.approx(single.grad_norm, rel=1e-5)
         assert [each.module for each in several.modules] == [each.module for each in single.modules]
         for own, wanted in zip(several.modules, single.modules, strict=True):
+            assert own.activations is not None
+            assert wanted.activations is not None
+            assert own.activations.elements == wanted.activations.elements
+            assert own.activations.rms == pytest.approx(wanted.activations.rms, rel=1e-5)
+            assert own.activations.largest == pytest.approx(wanted.activations.largest, rel=1e-5)
+            if own.module == "":
+                continue
             assert own.gradients is not None
             assert wanted.gradients is not None
             assert own.gradients.elements == wanted.gradients.elements

@@ -108,6 +108,24 @@ def test_a_loss_without_a_graph_has_a_note() -> None:
     assert report.notes[0].startswith("The backward pass is not listed: the step has no graph (TypeError: ")
 
 
-def test_a_model_alone_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"polyamp\.explain\(loss_fn, policy, model, batch\)"):
-        polyamp.explain(model(), "mixed_bfloat16", BATCH["x"])
+def test_a_model_or_a_layer_alone_has_the_rows_of_its_forward_pass() -> None:
+    made, policy = model(), "mixed_bfloat16"
+    whole = polyamp.explain(loss_fn, policy, made, BATCH)
+    alone = polyamp.explain(made, policy, BATCH["x"])
+    layers = {"first", "norm", "hand", "kept", "head"}
+    assert {row.direction for row in alone.operations} == {"forward"}
+    assert [row for row in alone.operations if row.module in layers] == [
+        row for row in whole.operations if row.direction == "forward" and row.module in layers
+    ]
+    assert not [row for row in alone.operations if row.name == "Sum" and row.module not in layers]
+    layer = keras.layers.Dense(3)
+    layer.build((None, 4))
+    one = polyamp.explain(layer, policy, BATCH["x"]).operations[0]
+    assert (one.name, one.dtype, one.count) == ("MatMul", "bfloat16", 1)
+
+
+def test_a_function_without_a_model_is_refused_by_name() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"\(loss_fn, policy, model, batch\), or a model or layer and its inputs"
+    ):
+        polyamp.explain(lambda x: tf.exp(x), "mixed_bfloat16", tf.ones((2, 2)))

@@ -1,4 +1,6 @@
-"""docs/guides/tensorflow_policy.md tells the truth: its Python blocks run, and its lists are those of the code."""
+"""docs/guides/tensorflow_policy.md tells the truth: its Python blocks run. The lists of
+docs/reference/keras_layer_dtypes.md are those of the code.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ import pytest
 
 from polyamp_keras.precision import layer_dtypes, op_list
 
-DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parents[4] / "docs"
+GUIDE = (DOCS / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+DTYPES = (DOCS / "reference" / "keras_layer_dtypes.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # Keras's files
@@ -23,14 +27,15 @@ def test_the_blocks_run() -> None:
 
 
 def test_every_sensitive_layer_and_head_name_is_listed() -> None:
-    listed = set(re.findall(r"`(\w+)`", DOCUMENT))
+    listed = set(re.findall(r"`(\w+)`", DTYPES))
     layers = {layer.__name__ for layer in op_list.SENSITIVE_LAYERS if "Average" not in layer.__name__}
     assert layers - listed == set()
     assert layer_dtypes._HEAD_NAMES - listed == set()
 
 
 def test_every_reason_is_in_the_table() -> None:
-    rows = [line.split("|")[3] for line in DOCUMENT.splitlines() if line.startswith("| ")][1:]
+    table = DTYPES.partition("| a layer that |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[3] for line in table.splitlines()[2:]]
     shown = {word.strip() for row in rows for word in row.split(",")}
     reasons = re.search(r"why: (.*?)\n        parent:", layer_dtypes.LayerDtype.__doc__ or "", re.DOTALL)
     assert reasons is not None

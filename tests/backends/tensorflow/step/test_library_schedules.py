@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from polyamp import schedules
-from polyamp.schedules.library_schedules import _MAKERS
+from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES
 from polyamp_keras.engines.tensorflow import XP
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -41,12 +41,12 @@ def test_s13_the_rates_are_keras(name: str, arguments: dict[str, Any]) -> None:
 
 
 def test_every_schedule_of_keras_is_compared_with_its_arguments_and_defaults() -> None:
-    names = {name.removeprefix("keras.") for name in _MAKERS if name.startswith("keras.")}
+    names = {name.removeprefix("keras.") for name in LIBRARY_SCHEDULES if name.startswith("keras.")}
     assert {name for name, _ in CASES} == names
     for name in names:
         theirs = dict(inspect.signature(getattr(keras.optimizers.schedules, name)).parameters)
         del theirs["name"]
-        own = inspect.signature(_MAKERS[f"keras.{name}"]).parameters
+        own = inspect.signature(LIBRARY_SCHEDULES[f"keras.{name}"]).parameters
         assert {key: value.default for key, value in own.items()} == {
             key: value.default for key, value in theirs.items()
         }, name

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+import polyamp
 from polyamp_torch.observe import capabilities
 from polyamp_torch.observe.capabilities import PROBE
 from polyamp_torch.observe.known_traps import TRAPS
 from tests.core.doctor.backend_checks import check_operations, measure_small
 
 CPU = PROBE.devices()[-1]
+GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "doctor.md"
+
+
+def test_the_block_of_the_guide_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a measurement of small sizes in the place of one that takes seconds."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if "polyamp.capabilities" in block]
+    asked: list[str] = []
+    monkeypatch.setattr(polyamp, "capabilities", lambda name: asked.append(name) or measure_small(PROBE, CPU))
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/guides/doctor.md", "exec"), names)
+    assert asked == ["torch"]
+    assert names["found"].recommendation.code.startswith("polyamp.Policy(")
+    assert "\nbfloat16 " in capsys.readouterr().out
 
 
 def test_every_dtype_is_measured() -> None:

@@ -123,14 +123,28 @@ def test_a_loss_in_16_bits_and_a_rate_that_diverged() -> None:
     assert (diverged.origin, diverged.by_precision) == ("forward", False)
 
 
+GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "when_something_is_wrong.md").read_text(encoding="utf-8")
+PRINTS = re.compile(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", re.DOTALL)
+
+
 def test_the_guide_prints_what_stands_there(tmp_path: Path) -> None:
     """docs/guides/when_something_is_wrong.md, as a file of its own."""
-    guide = (Path(__file__).parents[4] / "docs" / "guides" / "when_something_is_wrong.md").read_text(encoding="utf-8")
-    part = guide.partition("## A loss of NaN")[2]
-    code, printed = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", part, re.DOTALL)[0]
+    code, printed = PRINTS.findall(GUIDE.partition("## A loss of NaN")[2])[0]
     file = tmp_path / "train.py"
     file.write_text(code)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         runpy.run_path(str(file))
     assert output.getvalue().replace(f"{tmp_path}/", "") == printed
+
+
+def test_the_other_blocks_of_the_guide_run_on_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "17").mkdir(parents=True)
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+    names: dict[str, Any] = {"polyamp": polyamp, "state": polyamp.init(nn.Linear(2, 2), recipe)}
+    dry_run, override = re.findall(r"```python\n(.*?)```", PRINTS.sub("", GUIDE), re.DOTALL)
+    exec(compile(dry_run, "docs/guides/when_something_is_wrong.md", "exec"), names)
+    assert list((tmp_path / "runs" / "17").iterdir()) == []
+    exec(compile(override, "docs/guides/when_something_is_wrong.md", "exec"), names)
+    assert names["policy"].overrides["sampling"] == "float32"

@@ -1,4 +1,6 @@
-"""docs/guides/torch_autocast.md tells the truth: its Python blocks run, in order, and its table names the op list."""
+"""docs/guides/torch_autocast.md and docs/reference/torch_op_list.md tell the truth: their Python blocks run, in order,
+and the table of the latter names the op list.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,25 @@ from polyamp_torch.precision.op_list import TORCH_ONLY_FAMILIES, TORCH_OP_FAMILI
 from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS
 
-DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "torch_autocast.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parents[4] / "docs"
+OP_LIST = (DOCS / "reference" / "torch_op_list.md").read_text(encoding="utf-8")
 
 
-def test_the_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 9
+@pytest.mark.parametrize(("page", "count"), [("guides/torch_autocast", 8), ("reference/torch_op_list", 1)])
+def test_the_blocks_run(page: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == count
     module = ModuleType("torch_autocast_document")  # torch.compile looks a function's globals up in its module
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for block in BLOCKS:
-        exec(compile(block, "docs/guides/torch_autocast.md", "exec"), module.__dict__)
+    for block in blocks:
+        exec(compile(block, f"docs/{page}.md", "exec"), module.__dict__)
 
 
 def test_the_table_names_every_function() -> None:
-    rows = [line for line in DOCUMENT.splitlines() if line.startswith("|")]
-    families = {line.split("|")[1].strip() for line in rows[2:]} - {""}
+    table = OP_LIST.partition("| family | functions |")[2].partition("\n\n")[0]
+    rows = table.splitlines()[2:]
+    families = {line.split("|")[1].strip() for line in rows} - {""}
     assert families == {row.family for row in TORCH_OP_FAMILIES} | {"inner products", "gathers"}
     named = set(re.findall(r"\w+", " ".join(rows)))
     listed = ("exponentials", "logarithms", "sums", "cumulative sums", "softmax", *list(TORCH_ONLY_FAMILIES)[:2])

@@ -15,7 +15,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 import polyamp
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.torch_only.autocast_region_stack import OPEN_BLOCKS, autocast_nesting
+from polyamp_torch.precision.torch_only.autocast_region_stack import autocast_nesting
+from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -357,3 +358,21 @@ def test_a_policy_that_a_compiled_function_creates_has_its_rules() -> None:
             return x.softmax(-1)
 
     assert torch.compile(run, backend="eager", fullgraph=True)(X).dtype == HALF
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "aot_eager"}}])
+def test_rules_that_meet_no_function_are_named_once(options: dict[str, Any]) -> None:
+    policy = Policy("mixed_bfloat16", op_rules={"linear": "float32", "cosine_similarity": "compute", "erf": "compute"})
+    recipe = polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1))
+    model, batch = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    state, step = polyamp.init(model, recipe), polyamp.train_step(loss_fn, recipe, **options)
+    expected = r"op_rules: the first step called no function 'cosine_similarity' or 'erf' under autocast"
+    with pytest.warns(UserWarning, match=expected) as said:
+        state, _ = step(state, batch)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, batch)
+    report = polyamp.explain(loss_fn, policy, model, batch)
+    assert "op_rules: this pass called no function 'cosine_similarity' or 'erf'" in report.notes[0]
+    assert polyamp.explain(loss_fn, policy.replace(op_rules={"linear": "float32"}), model, batch).notes == ()

@@ -10,7 +10,7 @@ import torch
 from transformers import optimization
 
 from polyamp import schedules
-from polyamp.schedules.library_schedules import _MAKERS
+from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES
 from polyamp_torch.arrays import XP
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
@@ -75,11 +75,11 @@ def test_s13_the_rates_are_the_librarys(name: str, arguments: dict[str, Any], up
 
 
 def test_every_schedule_of_these_libraries_is_compared_with_its_arguments_and_defaults() -> None:
-    names = {name for name in _MAKERS if name.startswith(("torch.", "transformers."))}
+    names = {name for name in LIBRARY_SCHEDULES if name.startswith(("torch.", "transformers."))}
     assert {name for name, _, _ in CASES} == names
     for name in names:
         library, _, kind = name.partition(".")
         theirs = inspect.signature(getattr(torch.optim.lr_scheduler if library == "torch" else optimization, kind))
-        for parameter in inspect.signature(_MAKERS[name]).parameters.values():
+        for parameter in inspect.signature(LIBRARY_SCHEDULES[name]).parameters.values():
             if parameter.name != "lr":
                 assert theirs.parameters[parameter.name].default == parameter.default, (name, parameter)

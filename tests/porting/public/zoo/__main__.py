@@ -3,8 +3,8 @@
     python -m tests.porting.public.zoo [--only WORDS ...] [--write] [--list]
 
 Each pair is moved without `check=` and with it, by a reader who writes the lines of `names=` that the errors offer, and
-with the lines that the case lists. `--write` puts the table into docs/measurements/port_zoo.md. The exit status is 1 if
-a port was silently wrong, or fewer than 26 in 30 were ported with at most two lines. Not part of `make test`, which
+with the lines that the case lists. `--write` writes docs/measurements/data/port_zoo.md. The exit status is 1
+if a port was silently wrong, or fewer than 26 in 30 were ported with at most two lines. Not part of `make test`, which
 runs a few of them: this takes some minutes on one core.
 
 Keras is in a process of its own with torch, for TensorFlow's oneDNN and torch's do not bear each other.
@@ -28,7 +28,7 @@ from tests.porting.public.zoo.run import Row, measure
 from tests.porting.public.zoo.table import good_enough, line, page
 
 ROOT: Final = Path(__file__).resolve().parents[4]
-PAGE: Final = ROOT / "docs" / "measurements" / "port_zoo.md"
+PAGE: Final = ROOT / "docs" / "measurements" / "data" / "port_zoo.md"
 FILES: Final = {
     "jax": ("vision_to_flax", "text_to_flax", "decoders_to_flax", "agents_and_generators", "examples_of_jax"),
     "keras": ("to_keras",),

@@ -1,0 +1,245 @@
+"""Products of activations with parameters in 8 bits (S36): which calls they are, and their forward and backward pass.
+
+`op_rules_mode` applies them like the rules of `Policy.op_rules`. The backward products reuse the 8-bit numbers of the
+forward pass, which are what is saved of an activation. torch.compile traces all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.float8 import (
+    ACTIVATION_FORMAT,
+    FLOAT8_OVERRIDE,
+    GRADIENT_FORMATS,
+    LARGEST_EXPONENTS,
+    LARGEST_SCALE_EXPONENT,
+    SIZE_FACTOR,
+    Float8,
+)
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, is_sharded
+from polyamp_torch.compat import TorchAutocast, assume_constant_result
+from polyamp_torch.precision.torch_only.compat import scaled_product
+from polyamp_torch.precision.torch_only.open_blocks import running_override
+
+FLOAT8_RULES: Final = {
+    f"{name}{' emulated' if emulate else ''}": (name, emulate) for name in GRADIENT_FORMATS for emulate in (False, True)
+}
+"""Internal rule of an operation -> format of its gradients, and whether float32 computes the products."""
+_OPERATIONS: Final = ("addmm", "linear", "matmul", "mm")
+"""torch's functions that multiply an activation with a matrix, under the names of `op_rules`."""
+_DTYPES: Final = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+_OPERAND_DTYPES: Final = (torch.float32, *HALF_TENSOR_DTYPES)
+_NATIVE_CAPABILITY: Final = (8, 9)
+"""Compute capability from which NVIDIA's GPUs multiply 8-bit floats (docs.nvidia.com/cuda, "Compute Capabilities")."""
+
+
+class Product(NamedTuple):
+    """An activation times a parameter.
+
+    Attributes:
+        x: the activation; its last axis is contracted.
+        w: the parameter as a matrix, (outputs, inputs).
+        bias: added afterwards, or None.
+        swapped: whether the result is that of the parameter times the activation: it is transposed.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    swapped: bool = False
+
+
+class Codes(NamedTuple):
+    """A tensor in 8 bits: `numbers / 2 ** exponent`, a scalar of int32."""
+
+    numbers: torch.Tensor
+    exponent: torch.Tensor
+
+
+@assume_constant_result
+def region_rules(float8: Float8 | None, device_type: str, rules: tuple[tuple[str, str], ...]) -> Any:
+    """Return the rules of a region: those of the policy, and the products in 8 bits, which they may change.
+
+    Raises:
+        UnsupportedError: the device has no such products.
+    """
+    if float8 is None:
+        return rules
+    check_device(float8, device_type)
+    rule = f"{float8.gradients}{' emulated' if float8.emulate else ''}"
+    return (*((name, rule) for name in _OPERATIONS), *rules)
+
+
+def is_same_but_float8(one: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> bool:
+    """Return whether two regions' rules differ in products in 8 bits only."""
+    return _without_float8(one) == _without_float8(other)
+
+
+def _without_float8(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple([each for each in rules if each[1] not in FLOAT8_RULES])
+
+
+def check_device(float8: Float8 | None, device_type: str) -> None:
+    """Reject products in 8 bits on a device that has none (S20, S36).
+
+    Raises:
+        UnsupportedError: there are none, and the policy does not emulate them.
+    """
+    if float8 is None or float8.emulate or _has_products(device_type):
+        return
+    raise UnsupportedError(
+        f"float8: this device ({device_type!r}) multiplies no 8-bit floats; NVIDIA's GPUs of compute capability 8.9 "
+        "and later do. Use Policy('mixed_float8', float8=polyamp.Float8(emulate=True)) to compute the same 8-bit "
+        "numbers' products in float32, or Policy('mixed_bfloat16')."
+    )
+
+
+def _has_products(device_type: str) -> bool:
+    return (
+        device_type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() >= _NATIVE_CAPABILITY
+    )
+
+
+def find_product(name: str, device_type: str, args: Any, kwargs: dict[str, Any]) -> Product | None:
+    """Return the product of a call that runs in 8 bits, or None (S36)."""
+    if torch.compiler.is_compiling() and running_override() not in (None, FLOAT8_OVERRIDE):
+        return None  # the region of a module is not always traced; see `op_rules_mode.check_traced_rules`
+    if kwargs.get("out") is not None or kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
+        return None
+    left, right, bias = _operands(name, args, kwargs)
+    tensors = (left, right) if bias is None else (left, right, bias)
+    if not all(isinstance(x, torch.Tensor) and x.dtype in _OPERAND_DTYPES for x in tensors):
+        return None
+    if any(x.device.type != device_type for x in tensors) or not left.dim() or not left.numel():
+        return None
+    if name == "linear":
+        found = Product(left, right, bias)
+    elif _is_matrix(right):
+        found = Product(left, right.t(), bias)
+    elif _is_matrix(left) and right.dim() == 2 and bias is None:
+        return _checked(Product(right.t(), left, None, swapped=True), left)
+    else:
+        return None
+    return _checked(found, right)
+
+
+def _operands(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the operands of a product, and its bias or None."""
+    if name == "addmm":
+        names = ("input", "mat1", "mat2")
+        bias, left, right = (*args, *(kwargs.get(key) for key in names[len(args) :]))[:3]
+        return left, right, bias
+    second = {"linear": "weight", "matmul": "other", "mm": "mat2"}[name]
+    left = args[0] if args else kwargs.get("input")
+    right = args[1] if len(args) > 1 else kwargs.get(second)
+    bias = (args[2] if len(args) > 2 else kwargs.get("bias")) if name == "linear" else None
+    return left, right, bias
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.dim() == 2
+
+
+def _checked(found: Product, parameter: torch.Tensor) -> Product | None:
+    """Return a product if the parameter is a matrix with sizes that products in 8 bits accept.
+
+    Raises:
+        UnsupportedError: the parameter is sharded over processes, and so is the product.
+    """
+    if not _is_matrix(parameter) or any(size % SIZE_FACTOR for size in parameter.shape):
+        return None
+    if is_sharded(parameter) or is_sharded(found.x):
+        raise UnsupportedError(
+            "float8: a product of tensors that are sharded over processes (DTensor) has no scale of the whole tensor "
+            "in this version. Shard with polyamp_torch.fully_shard or DDP, or use Policy('mixed_bfloat16')."
+        )
+    return found
+
+
+def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
+    """Return a product in the compute dtype, with autocast off."""
+    gradients, emulate = FLOAT8_RULES[rule]
+    x, w, bias, swapped = product
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    out = _Product.apply(rows, w, dtype, gradients, emulate)[0]  # type: ignore[no-untyped-call]  # torch's
+    if bias is not None:
+        out = out + bias.to(dtype)
+    shaped: torch.Tensor = out.reshape(*x.shape[:-1], w.shape[0])
+    return shaped.t() if swapped else shaped
+
+
+class _Product(torch.autograd.Function):
+    """Rows times a matrix: y = q(x) q(w)ᵀ, dx = q(g) q(w), dw = q(g)ᵀ q(x).
+
+    `torch.func` differentiates a function only if what it saves is an output.
+    """
+
+    @staticmethod
+    def forward(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, gradients: str, emulate: bool) -> Any:
+        left, right = quantize(x, ACTIVATION_FORMAT), quantize(w.to(dtype), ACTIVATION_FORMAT)
+        out = _multiply_codes(left, Codes(right.numbers.t(), right.exponent), dtype, emulate=emulate)
+        return out, *left, *right
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, w, dtype, gradients, emulate = inputs
+        ctx.save_for_backward(*output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.settings = dtype, gradients, emulate, w.dtype
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor, *_: Any) -> Any:
+        x, x_exponent, w, w_exponent = ctx.saved_tensors
+        dtype, gradients, emulate, master = ctx.settings
+        with TorchAutocast(g.device.type, enabled=False):
+            codes = quantize(g, gradients)
+            dx = dw = None
+            if ctx.needs_input_grad[0]:
+                dx = _multiply_codes(codes, Codes(w, w_exponent), dtype, emulate=emulate)
+            if ctx.needs_input_grad[1]:
+                flipped = Codes(codes.numbers.t(), codes.exponent)
+                dw = _multiply_codes(flipped, Codes(x, x_exponent), dtype, emulate=emulate).to(master)
+        return dx, dw, None, None, None
+
+
+def quantize(x: torch.Tensor, form: str) -> Codes:
+    """Return a tensor in 8 bits: times the largest power of two with which its largest magnitude fits, to nearest even.
+
+    A tensor with infinity or NaN becomes NaN (S36). Nothing is cut to the largest number.
+
+    Args:
+        x: floats of any shape, at least one.
+        form: "float8_e4m3fn" or "float8_e5m2".
+    """
+    largest = x.detach().abs().amax().to(torch.float32).view(torch.int32)
+    exponent, fraction = (largest >> 23) & 0xFF, largest & 0x7FFFFF
+    above = (fraction > 0x600000).to(torch.int32)  # beyond 1.75, the significand of both formats' largest number
+    k = (LARGEST_EXPONENTS[form] + 127 - exponent - above).clamp(max=LARGEST_SCALE_EXPONENT)
+    k = torch.where((exponent == 0) | (exponent == 0xFF), torch.zeros_like(k), k)
+    scale = torch.where(exponent == 0xFF, torch.full_like(k, math.nan, dtype=torch.float32), _power_of_two(k))
+    return Codes((x.to(torch.float32) * scale).to(_DTYPES[form]), k)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** exponent in float32, for exponents of normal numbers."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _multiply_codes(left: Codes, right: Codes, dtype: torch.dtype, *, emulate: bool) -> torch.Tensor:
+    """Return the product of two matrices of 8-bit numbers, accumulated in float32, rounded once."""
+    if not emulate:
+        scales = _power_of_two(-left.exponent), _power_of_two(-right.exponent)
+        return scaled_product(left.numbers, right.numbers, *scales, dtype)
+    total = left.numbers.to(torch.float32) @ right.numbers.to(torch.float32)
+    exponent = left.exponent + right.exponent
+    half = exponent >> 1  # two factors: their product may be outside of float32's range
+    return (total * _power_of_two(-half) * _power_of_two(half - exponent)).to(dtype)

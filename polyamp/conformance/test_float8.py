@@ -1,0 +1,125 @@
+"""Rule S36: products of activations with parameters in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.conformance.problems import advance, batch, flat_weights, layers, recipe, split_rows, to_float
+from polyamp.contract.backend import Backend
+from polyamp.contract.harness import Harness
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.float8 import Float8
+from polyamp.reference.backend import BACKEND as REFERENCE
+from polyamp.reference.harness import ReferenceHarness
+
+SIZES = (16, 32, 16)
+EMULATED = Float8(emulate=True)
+
+
+@pytest.fixture
+def policy(backend: Backend, harness: Harness) -> polyamp.Policy:
+    """Return the policy. A backend without such products refuses it by name, which is all that is asked of it."""
+    chosen = polyamp.Policy("mixed_float8", float8=EMULATED)
+    if not hasattr(backend, "has_float8_products"):
+        with pytest.raises(UnsupportedError, match=r"no products in 8 bits \(S36\)"):
+            polyamp.init(harness.mlp(layers(SIZES)), recipe(chosen))
+        return polyamp.Policy("mixed_bfloat16")
+    return chosen
+
+
+def data(**options: Any) -> Any:
+    return batch(inputs=16, outputs=16, **options)
+
+
+def test_s36_a_step_is_that_of_the_reference(harness: Harness, policy: polyamp.Policy) -> None:
+    moved = []
+    for module in (harness, ReferenceHarness(REFERENCE)):
+        state = polyamp.init(module.mlp(layers(SIZES)), recipe(policy, optimizer=polyamp.sgd(1.0)))
+        before = module.weights(state)
+        state, _ = advance(state, [data()])
+        after = module.weights(state)
+        moved.append([new - old for a, b in zip(after, before, strict=True) for new, old in zip(a, b, strict=True)])
+    for here, there in zip(*moved, strict=True):
+        # bfloat16's roundoff, in an activation that is rounded to 8 bits again: now and then to the next number
+        assert np.abs(here - there).max() <= 2.0**-5 * np.abs(there).max()
+
+
+def test_s36_products_differ_from_bfloat16s_by_the_roundoff_of_8_bits(
+    backend: Backend, harness: Harness, policy: polyamp.Policy
+) -> None:
+    outputs = []
+    for chosen in (policy, polyamp.Policy("mixed_bfloat16"), polyamp.Policy("float32")):
+        model = harness.mlp(layers(SIZES))
+        outputs.append(np.asarray(backend.to_numpy(chosen.autocast(model)(harness.array(data()["x"])))))
+    exact = outputs[2]
+    narrow, half = (np.abs(each - exact).max() / np.abs(exact).max() for each in outputs[:2])
+    if policy.float8 is not None:
+        assert 2 * half < narrow < 2.0**-3
+
+
+def test_s36_a_loss_scale_changes_nothing(harness: Harness, policy: polyamp.Policy) -> None:
+    weights = {}
+    for scale in (1.0, 1024.0):
+        made = recipe(policy, scaler=polyamp.LossScaler(kind="static", init_scale=scale))
+        state, _ = advance(polyamp.init(harness.mlp(layers(SIZES)), made), [data(seed=n) for n in range(3)])
+        weights[scale] = flat_weights(harness, state)
+    np.testing.assert_array_equal(weights[1.0], weights[1024.0])
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("place", ["x", "gain"])
+def test_s36_what_is_not_finite_skips_the_step(
+    backend: Backend, harness: Harness, policy: polyamp.Policy, place: str, value: float
+) -> None:
+    state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy, scaler=polyamp.LossScaler(init_scale=2.0)))
+    before = flat_weights(harness, state)
+    bad = data()
+    bad[place][1, 2] = value
+    state, (result,) = advance(state, [bad])
+    assert bool(backend.to_numpy(result.skipped))
+    np.testing.assert_array_equal(flat_weights(harness, state), before)
+
+
+def test_s36_sizes_that_are_no_multiple_of_16_stay_in_bfloat16(
+    backend: Backend, harness: Harness, policy: polyamp.Policy
+) -> None:
+    del backend
+    ends = []
+    for chosen in (policy, polyamp.Policy("mixed_bfloat16")):
+        state, _ = advance(polyamp.init(harness.mlp(layers((4, 8, 3))), recipe(chosen)), [batch(), batch(seed=1)])
+        ends.append(flat_weights(harness, state))
+    np.testing.assert_array_equal(ends[0], ends[1])
+
+
+def test_s36_a_module_taken_out_has_bfloat16s_bits(harness: Harness, policy: polyamp.Policy) -> None:
+    chosen = policy.replace(overrides={"dense*": "bfloat16"}) if policy.float8 is not None else policy
+    ends = []
+    for each in (chosen, polyamp.Policy("mixed_bfloat16", overrides={"dense*": "bfloat16"})):
+        state, _ = advance(polyamp.init(harness.mlp(layers(SIZES)), recipe(each)), [data(), data(seed=1)])
+        ends.append(flat_weights(harness, state))
+    np.testing.assert_array_equal(ends[0], ends[1])
+
+
+def test_s36_training_goes_down_as_in_bfloat16(backend: Backend, harness: Harness, policy: polyamp.Policy) -> None:
+    losses = {}
+    for name in (policy, polyamp.Policy("mixed_bfloat16")):
+        made = recipe(name, optimizer=polyamp.adamw(0.01))
+        state = polyamp.init(harness.mlp(layers(SIZES)), made)
+        _, results = advance(state, [data()] * 20)
+        losses[name] = [to_float(backend, each.loss) for each in results]
+    here, half = losses[policy], losses[polyamp.Policy("mixed_bfloat16")]
+    assert here[-1] < 0.7 * here[0]
+    assert abs(here[-1] - half[-1]) < 0.05 * half[0]
+
+
+def test_s36_micro_batches_have_scales_of_their_own(harness: Harness, policy: polyamp.Policy) -> None:
+    whole = data(size=16)
+    parts = split_rows(whole, [8, 8])
+    state, _ = advance(polyamp.init(harness.mlp(layers(SIZES)), recipe(policy)), [whole])
+    other, _ = advance(polyamp.init(harness.mlp(layers(SIZES)), recipe(policy, accumulate_steps=2)), [parts])
+    difference = np.abs(flat_weights(harness, state) - flat_weights(harness, other)).max()
+    assert difference < 2.0**-6

@@ -1,0 +1,98 @@
+"""`Float8`: settings of products in 8 bits (S36), and the names of heads, which stay in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Final
+
+from polyamp.errors import PolicyError, PolyampError, did_you_mean
+from polyamp.records import Record
+
+FLOAT8_OVERRIDE: Final = "float8"
+"""Value of `Policy.overrides` for a module whose products run in 8 bits, such as a head."""
+FLOAT8_COMPUTE: Final = "bfloat16"
+"""Compute dtype of a policy with products in 8 bits: the dtype of all other operations."""
+ACTIVATION_FORMAT: Final = "float8_e4m3fn"
+"""Format of activations and parameters."""
+GRADIENT_FORMATS: Final = ("float8_e5m2", "float8_e4m3fn")
+LARGEST_EXPONENTS: Final = {"float8_e4m3fn": 8, "float8_e5m2": 15}
+"""Format -> exponent of its largest number, which is 1.75 times that power of two in both."""
+LARGEST_SCALE_EXPONENT: Final = 100
+"""With it, float32's subnormal numbers round to 0 in both formats; devices that flush them agree with those that do
+not."""
+SIZE_FACTOR: Final = 16
+"""Sizes of a parameter's axes that a product in 8 bits accepts are multiples of it, as in tensor cores."""
+HEAD_NAMES: Final = frozenset({"head", "lm_head", "output", "logits", "classifier", "predictions"})
+"""Last path segments of modules that stay in the compute dtype, unless an override says "float8"."""
+_REFUSED_SCALINGS: Final = {
+    "delayed": "it scales by the largest values of earlier steps, so that a step depends on its history, and values "
+    "that grow are cut",
+    "row": "the scales of rows do not factor out of the product that sums over the rows, the parameter's gradient",
+    "block32": "MXFP8's scales of 32 elements are not in this version",
+}
+
+
+class Float8(Record, kw_only=True):
+    """Products of activations with parameters in 8 bits (S36): one scale per tensor, from the tensor itself.
+
+    Args:
+        gradients: format of the gradients that enter the two backward products: "float8_e5m2" or "float8_e4m3fn".
+            Activations and parameters are in "float8_e4m3fn".
+        scaling: "tensor", the only one: a power of two per tensor, from its largest magnitude now.
+        emulate: True to compute the products of the same 8-bit numbers in float32, on any device.
+
+    Raises:
+        PolicyError: another format or scaling.
+
+    Example:
+        >>> from polyamp import Float8, Policy
+        >>> Policy("mixed_float8", float8=Float8(emulate=True)).float8
+        Float8(emulate=True)
+    """
+
+    word: ClassVar[str] = "float8"
+    error: ClassVar[type[PolyampError]] = PolicyError
+
+    gradients: str = "float8_e5m2"
+    scaling: str = "tensor"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gradients not in GRADIENT_FORMATS:
+            raise PolicyError(
+                f"float8.gradients must be one of {', '.join(GRADIENT_FORMATS)}. Received: {self.gradients!r}."
+                f"{did_you_mean(str(self.gradients), GRADIENT_FORMATS)}"
+            )
+        if self.scaling != "tensor":
+            reason = _REFUSED_SCALINGS.get(str(self.scaling))
+            raise PolicyError(
+                f"float8.scaling must be 'tensor'. Received: {self.scaling!r}"
+                + (f": {reason}." if reason else "." + did_you_mean(str(self.scaling), ["tensor"]))
+            )
+        if not isinstance(self.emulate, bool):
+            raise PolicyError(f"float8.emulate must be True or False. Received: {self.emulate!r}.")
+
+
+def parse_float8(value: Any) -> Float8 | None:
+    """Return the `float8` argument of a policy as a `Float8` or None.
+
+    Raises:
+        PolicyError: neither a `Float8`, nor its fields by name, nor None.
+    """
+    if value is None or isinstance(value, Float8):
+        return value
+    if isinstance(value, dict):
+        return Float8(**value)
+    raise PolicyError(
+        f"float8 must be a polyamp.Float8, its fields by name, or None. Received: {value!r}. Policy('mixed_float8') "
+        "has its defaults."
+    )
+
+
+def head_paths(paths: Iterable[str]) -> list[str]:
+    """Return the paths whose last segment names a head.
+
+    >>> head_paths(["", "body", "body/output", "lm_head"])
+    ['body/output', 'lm_head']
+    """
+    return [path for path in paths if path.rpartition("/")[2] in HEAD_NAMES]

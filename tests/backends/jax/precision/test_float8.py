@@ -1,0 +1,166 @@
+"""Products in 8 bits in JAX (S36): codes, products, structures, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import polyamp
+from polyamp import Float8, Policy, UnsupportedError
+from polyamp.recipe.float8 import GRADIENT_FORMATS
+from polyamp.reference import float8 as reference
+from polyamp_jax.precision.interpreter.float8_products import quantize
+from tests.fixtures import float8_values
+
+POLICY = Policy("mixed_float8", float8=Float8(emulate=True))
+HALF = Policy("mixed_bfloat16")
+WIDE_GRADIENTS = Policy("mixed_float8", float8=Float8(emulate=True, gradients="float8_e4m3fn"))
+X = jnp.sin(jnp.linspace(-1.0, 1.0, 8 * 16).reshape(8, 16) * 3)
+
+
+@pytest.mark.parametrize("form", float8_values.FORMATS)
+@pytest.mark.parametrize("kind", float8_values.KINDS)
+def test_codes_have_the_references_bits(kind: str, form: str) -> None:
+    x = float8_values.values(kind)
+    want = reference.quantize(x, form)
+    got = jax.jit(quantize, static_argnums=1)(jnp.asarray(x, jnp.bfloat16), form)
+    assert int(got.exponent) == want.exponent
+    np.testing.assert_array_equal(float8_values.bits(got.numbers), float8_values.bits(want.numbers))
+
+
+class Dense(nnx.Module):
+    def __init__(self, kernel: Any, *, on_the_left: bool = False) -> None:
+        self.kernel, self.on_the_left = nnx.Param(jnp.asarray(kernel)), on_the_left
+
+    def __call__(self, x: Any) -> Any:
+        kernel = self.kernel[...]
+        return jnp.einsum("io,ri->ro", kernel, x) if self.on_the_left else x @ kernel
+
+
+@pytest.mark.parametrize("on_the_left", [False, True])
+@pytest.mark.parametrize("policy", [POLICY, WIDE_GRADIENTS], ids=GRADIENT_FORMATS)
+def test_a_dense_layer_has_the_references_products(policy: Policy, on_the_left: bool) -> None:
+    x, w, g = float8_values.products()
+    run = policy.replace(output="bfloat16").autocast(Dense(w, on_the_left=on_the_left))
+    _, back_x = jax.vjp(run, jnp.asarray(x))
+    (dx,) = back_x(jnp.asarray(g, jnp.bfloat16))
+    left, right = (reference.quantize(each, "float8_e4m3fn") for each in (x, w))
+    codes = reference.quantize(g, policy.float8.gradients)
+    want = reference.multiply_codes(codes, right._replace(numbers=right.numbers.T), np.float64)
+    np.testing.assert_allclose(np.asarray(dx), want, rtol=2.0**-8, atol=2.0**-20 * np.abs(want).max())
+    out = np.asarray(run(jnp.asarray(x)), np.float64)
+    exact = reference.multiply_codes(left, right, np.float64)
+    np.testing.assert_allclose(out, exact, rtol=2.0**-8, atol=2.0**-20 * np.abs(exact).max())
+
+
+class Net(nnx.Module):
+    """Two layers and a head; the middle one is plain, rematerialised, or scanned over two layers."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        rngs = nnx.Rngs(0)
+        self.kind = kind
+        self.first, self.head = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+        self.body = nnx.Param(jax.random.normal(jax.random.key(1), (2, 32, 32)) * 0.2)
+
+    def __call__(self, x: Any) -> Any:
+        h, kernels = jax.nn.relu(self.first(x)), self.body[...]
+        layer = jax.checkpoint(one_layer) if self.kind == "remat" else one_layer
+        if self.kind == "scan":
+            h, _ = jax.lax.scan(lambda h, w: (one_layer(h, w), None), h, kernels)
+        else:
+            for number in range(2):
+                h = layer(h, kernels[number])
+        return self.head(h)
+
+
+def one_layer(h: Any, kernel: Any) -> Any:
+    return jax.nn.relu(h @ kernel)
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def train(model: Any, policy: Policy = POLICY, steps: int = 2) -> Any:
+    recipe = polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.5))
+    state, step = polyamp.init(model, recipe), jax.jit(polyamp.train_step(loss_fn, recipe))
+    for _ in range(steps):
+        state, _ = step(state, {"x": X, "y": jnp.cos(X)})
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
+
+
+@pytest.mark.parametrize("kind", ["remat", "scan"])
+def test_structures_have_the_same_bits(kind: str) -> None:
+    for got, want in zip(train(Net(kind)), train(Net()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-8)
+    assert any((got != half).any() for got, half in zip(train(Net(kind)), train(Net(kind), HALF), strict=True))
+
+
+def float8_rules(model: Any, policy: Policy = POLICY) -> dict[str, str]:
+    rows = polyamp.explain(model, policy, X).operations
+    return {row.module: row.rule for row in rows if row.name == "dot_general"}
+
+
+def test_heads_stay_in_16_bits_unless_an_override_says_so() -> None:
+    found = float8_rules(Net())
+    assert (found["first"], found["head"]) == ("float8", "compute (head or override)")
+    chosen = POLICY.replace(overrides={"head": "float8", "first": "bfloat16"})
+    found = float8_rules(Net(), chosen)
+    assert (found["first"], found["head"]) == ("compute (head or override)", "float8")
+
+
+def test_products_have_8_bit_operands_and_float32_sums() -> None:
+    program = jax.make_jaxpr(POLICY.autocast(Net()))(X)
+    products = [str(eqn) for eqn in all_equations(program.jaxpr) if eqn.primitive.name == "dot_general"]
+    assert sum("float32" in each for each in products) >= 3
+    operands = [
+        {str(v.aval.dtype) for v in eqn.invars}
+        for eqn in all_equations(program.jaxpr)
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert operands.count({"float8_e4m3fn"}) == 3
+    assert operands.count({"bfloat16"}) == 1
+
+
+def all_equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from all_equations(getattr(inner, "jaxpr", inner))
+
+
+def test_products_of_two_activations_and_sizes_stay_in_16_bits() -> None:
+    class Scores(nnx.Module):
+        def __init__(self) -> None:
+            self.dense, self.odd = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x: Any) -> Any:
+            return (self.dense(x) @ x.T).sum() + self.odd(x).sum()
+
+    found = float8_rules(Scores())
+    assert found == {"dense": "float8", "": "compute (no parameter)", "odd": "compute (size)"}
+
+
+def test_under_vmap_a_product_is_refused() -> None:
+    run = POLICY.autocast(Net())
+    for mapped in (jax.vmap(run), jax.vmap(jax.jit(run))):
+        with pytest.raises(UnsupportedError, match="its scale is that of the whole tensor"):
+            mapped(X)
+
+
+def test_a_plain_function_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a plain function has none"):
+        POLICY.autocast(lambda x: x @ x.T)(X)
+
+
+def test_a_device_without_such_products_is_refused_before_the_first_step() -> None:
+    with pytest.raises(UnsupportedError, match=r"multiplies no 8-bit floats.*Float8\(emulate=True\)"):
+        polyamp.init(Net(), polyamp.Recipe(policy="mixed_float8", optimizer=polyamp.sgd(0.5)))

@@ -1,0 +1,232 @@
+"""Products in 8 bits in torch (S36): codes, products, which calls they are, checkpoints, torch.compile, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import polyamp
+import polyamp_torch
+from polyamp import Float8, Policy, UnsupportedError
+from polyamp.recipe.float8 import GRADIENT_FORMATS
+from polyamp.reference import float8 as reference
+from polyamp_torch.precision.torch_only.float8_products import quantize
+from tests.fixtures import float8_values
+
+POLICY = Policy("mixed_float8", float8=Float8(emulate=True))
+HALF = Policy("mixed_bfloat16")
+WIDE_GRADIENTS = Policy("mixed_float8", float8=Float8(emulate=True, gradients="float8_e4m3fn"))
+
+
+@pytest.mark.parametrize("form", float8_values.FORMATS)
+@pytest.mark.parametrize("kind", float8_values.KINDS)
+def test_codes_have_the_references_bits(kind: str, form: str) -> None:
+    x = float8_values.values(kind)
+    want = reference.quantize(x, form)
+    got = quantize(torch.from_numpy(x).to(torch.bfloat16), form)
+    assert int(got.exponent) == want.exponent
+    numbers = got.numbers.view(torch.uint8).numpy().view(getattr(ml_dtypes, form))
+    np.testing.assert_array_equal(float8_values.bits(numbers), float8_values.bits(want.numbers))
+
+
+@pytest.mark.parametrize("policy", [POLICY, WIDE_GRADIENTS], ids=GRADIENT_FORMATS)
+def test_a_linear_layer_has_the_references_products(policy: Policy) -> None:
+    x, w, g = float8_values.products()
+    layer = nn.Linear(64, 48, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(w.T))
+    given = torch.from_numpy(x).requires_grad_()
+    policy.replace(output="bfloat16").autocast(layer)(given).backward(torch.from_numpy(g).to(torch.bfloat16))
+    left, right = (reference.quantize(each, "float8_e4m3fn") for each in (x, w))
+    back = reference.quantize(g, policy.float8.gradients)
+    flipped = [each._replace(numbers=each.numbers.T) for each in (left, right)]
+    for got, want in (
+        (given.grad, reference.multiply_codes(back, flipped[1], np.float64)),
+        (layer.weight.grad.T, reference.multiply_codes(flipped[0], back, np.float64)),
+    ):
+        np.testing.assert_allclose(got.numpy(), want, rtol=2.0**-8, atol=2.0**-20 * np.abs(want).max())
+
+
+def test_products_of_a_layer_are_within_two_to_the_minus_20_before_they_are_rounded() -> None:
+    x, w, _ = float8_values.products()
+    left, right = (quantize(torch.from_numpy(each).to(torch.bfloat16), "float8_e4m3fn") for each in (x, w))
+    got = left.numbers.float() @ right.numbers.float()
+    want = left.numbers.double() @ right.numbers.double()
+    size = left.numbers.double().abs() @ right.numbers.double().abs()
+    assert ((got - want).abs() <= 2.0**-20 * size).all()
+
+
+class Net(nn.Module):
+    """A network with every kind of product."""
+
+    def __init__(self, kind: str = "linear", *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.reentrant = kind, reentrant
+        self.first, self.body, self.head = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        w, b = self.body.weight, self.body.bias
+        if self.kind == "addmm":
+            return torch.addmm(b, x, w.t())
+        if self.kind == "left":
+            return (w @ x.t()).t() + b
+        return {
+            "linear": lambda: functional.linear(x, w, b),
+            "module": lambda: self.body(x),
+            "matmul": lambda: x @ w.t() + b,
+            "mm": lambda: torch.mm(x, w.t()) + b,
+        }[self.kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        x = self.product(x) if self.reentrant is None else checkpoint(self.product, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+BATCH = {
+    "x": torch.linspace(-1.0, 1.0, 8 * 16).reshape(8, 16).sin(),
+    "y": torch.linspace(-2.0, 1.0, 8 * 16).reshape(8, 16).cos(),
+}
+
+
+def train(model: nn.Module, policy: Policy = POLICY, steps: int = 2, **settings: Any) -> torch.Tensor:
+    recipe = polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.5), **settings)
+    state, step = polyamp.init(model, recipe), polyamp.train_step(loss_fn, recipe)
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def formats_of(model: nn.Module, policy: Policy = POLICY) -> dict[str, bool]:
+    """Return module -> whether one of its operations ran in 8 bits."""
+    rows = polyamp.explain(model, policy, BATCH["x"]).operations
+    return {
+        name: any(row.module == name and row.rule.startswith("float8") for row in rows)
+        for name in {row.module for row in rows}
+    }
+
+
+@pytest.mark.parametrize("kind", ["module", "addmm", "mm", "matmul"])
+def test_each_call_of_a_product_is_the_same_product(kind: str) -> None:
+    torch.testing.assert_close(train(Net(kind)), train(Net("linear")), rtol=0, atol=2.0**-7)
+    assert not torch.equal(train(Net(kind)), train(Net(kind), HALF))
+
+
+def test_a_parameter_on_the_left_is_a_product_too() -> None:
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    net = Net("left")
+    found = POLICY.autocast(net.body.forward.__self__)(x)
+    wanted = POLICY.autocast(Left(net.body.weight, net.body.bias))(x)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2.0**-6)
+
+
+class Left(nn.Module):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight @ x.t()).t() + self.bias
+
+
+def test_heads_stay_in_16_bits_unless_an_override_says_so() -> None:
+    found = formats_of(Net("module"))
+    assert (found["first"], found["body"], found["head"]) == (True, True, False)
+    chosen = POLICY.replace(overrides={"head": "float8", "first": "bfloat16"})
+    found = formats_of(Net("module"), chosen)
+    assert (found["first"], found["body"], found["head"]) == (False, True, True)
+
+
+def test_saved_activations_are_in_8_bits() -> None:
+    saved: dict[str, int] = {}
+    for name, policy in (("8", POLICY), ("16", HALF)):
+        layer, x = nn.Linear(256, 256, bias=False), torch.randn(4096, 256, requires_grad=True)
+        with torch.no_grad():
+            x = x * 1.0  # saved tensors only, not the leaf
+        x.requires_grad_()
+        total = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            policy.replace(output="bfloat16").autocast(layer)(x)
+        saved[name] = total
+    assert saved["8"] <= 0.55 * saved["16"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_has_the_same_bits(reentrant: bool) -> None:
+    assert torch.equal(train(Net("module", reentrant=reentrant)), train(Net("module")))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
+def test_compiled_by_torch_it_has_the_same_bits() -> None:
+    model = Net("module")
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert torch.equal(train(model), train(Net("module")))
+    torch.compiler.reset()
+
+
+def test_a_compiled_step_is_refused() -> None:
+    recipe = polyamp.Recipe(policy=POLICY, optimizer=polyamp.sgd(0.5))
+    state, step = polyamp.init(Net("module"), recipe), polyamp.train_step(loss_fn, recipe, compile=True)
+    with pytest.raises(UnsupportedError, match=r"Compile the model, model.compile\(\), and use compile=False"):
+        step(state, BATCH)
+
+
+def test_accumulated_micro_batches_are_products_of_their_own() -> None:
+    whole = train(Net("module"), steps=1)
+    recipe = polyamp.Recipe(policy=POLICY, optimizer=polyamp.sgd(0.5), accumulate_steps=2)
+    model = Net("module")
+    state, step = polyamp.init(model, recipe), polyamp.train_step(loss_fn, recipe)
+    halves = [{name: value[rows] for name, value in BATCH.items()} for rows in (slice(0, 4), slice(4, 8))]
+    step(state, halves)
+    torch.testing.assert_close(
+        torch.cat([p.detach().flatten() for p in model.parameters()]), whole, rtol=0, atol=2.0**-6
+    )
+
+
+def test_a_device_without_such_products_is_refused_before_the_first_step() -> None:
+    model = Net("module")
+    with pytest.raises(UnsupportedError, match=r"'cpu'\) multiplies no 8-bit floats.*Float8\(emulate=True\)"):
+        polyamp.init(model, polyamp.Recipe(policy="mixed_float8", optimizer=polyamp.sgd(0.5)))
+    with pytest.raises(UnsupportedError, match="multiplies no 8-bit floats"):
+        Policy("mixed_float8").autocast(model)
+
+
+def test_a_region_and_a_function_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a region knows no model"):
+        polyamp_torch.autocast(POLICY, "cpu")
+    with pytest.raises(UnsupportedError, match="needs a module"):
+        POLICY.autocast(lambda x: x @ x)(BATCH["x"])
+
+
+def test_products_of_two_activations_stay_in_16_bits() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dense(x) @ x.t()
+
+    torch.manual_seed(0)
+    rows = polyamp.explain(Scores(), POLICY, BATCH["x"]).operations
+    products = {(row.module, row.dtype): row.rule for row in rows if row.name in ("mm", "matmul")}
+    assert products[("", "bfloat16")] == "compute"
+    assert products[("dense", "float32")].startswith("float8")
