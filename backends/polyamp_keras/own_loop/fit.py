@@ -44,8 +44,8 @@ from polyamp_keras.precision.policy_application import CACHED_FUNCTIONS
 def compile(  # noqa: A001  # Keras's word for it
     model: Any,
     recipe: Recipe,
-    *,
     loss: Any = None,
+    *,
     metrics: Any = None,
     loss_weights: Any = None,
     weighted_metrics: Any = None,
