@@ -15,9 +15,9 @@ import tensorflow as tf
 from polyamp.monitor.slots import MonitorSelection, OutputFigures, OutputLimits, check_selected_outputs, output_limits
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
+from polyamp_keras.arrays import is_floating
 from polyamp_keras.models.layers import LayerEntry, list_layers, recurrent_cells, replace_calls
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
-from polyamp_tensorflow.arrays import is_floating
 
 
 def watch_outputs(model: Any, loss_fn: LossFunction, selection: MonitorSelection) -> LossFunction:
