@@ -22,6 +22,12 @@ def native_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def read_value(variable: Any) -> Any:
+    """Return the value of a variable, Keras's or the framework's, as a tensor. TensorFlow's variables are none."""
+    native = native_variable(variable)
+    return native.read_value() if hasattr(native, "read_value") else keras.ops.convert_to_tensor(native)
+
+
 def variable_name(variable: Any) -> str:
     """Return a variable's path, or its name for a `tf.Variable`, which has no path."""
     return str(getattr(variable, "path", variable.name))

@@ -22,7 +22,7 @@ from polyamp_keras.models.layers import OWN_CLASS, is_built, own_class
 
 _PACKAGE: Final = "polyamp_tensorflow"
 """Package of the registered names, in files of every Keras backend and of earlier versions."""
-_MODULE: Final = "polyamp_tensorflow" if keras.config.backend() == "tensorflow" else "polyamp_keras"
+PUBLIC_MODULE: Final = "polyamp_tensorflow" if keras.config.backend() == "tensorflow" else "polyamp_keras"
 """Module that Keras names where the class is not registered."""
 _NAME: Final = "PolyampModel"
 _SETTINGS: Final = "_polyamp_settings"
@@ -147,7 +147,7 @@ def _store_settings(model: Any, settings: list[Any]) -> None:
 def _with_settings(cls: type[Any]) -> type[Any]:
     """Return the subclass of a model's class that saves settings."""
     name = f"Polyamp{cls.__name__}"
-    made = type(name, (PolyampModel, cls), {"__module__": _MODULE, "__doc__": cls.__doc__, OWN_CLASS: cls})
+    made = type(name, (PolyampModel, cls), {"__module__": PUBLIC_MODULE, "__doc__": cls.__doc__, OWN_CLASS: cls})
     registered: type[Any] = _register(made)
     return registered
 

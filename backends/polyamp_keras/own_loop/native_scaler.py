@@ -18,7 +18,7 @@ import keras
 from polyamp.errors import GradientError, LossScaleError, ModelError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.rules.step_checks import check_any_gradient, check_loss
-from polyamp_keras.arrays import at_least_float32, dtype_name, is_floating, native_variable, variable_name
+from polyamp_keras.arrays import at_least_float32, dtype_name, is_floating, native_variable, read_value, variable_name
 from polyamp_keras.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import is_built
@@ -105,7 +105,7 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Save the variables as in Keras, without the statistics at the start of an accumulation."""
         for index, variable in enumerate(super().variables):
-            store[str(index)] = keras.ops.convert_to_numpy(native_variable(variable))
+            store[str(index)] = keras.ops.convert_to_numpy(read_value(variable))
 
     def load_own_variables(self, store: Any) -> None:
         """Load the variables as in the base class. The statistics at the start of an accumulation are then unknown."""

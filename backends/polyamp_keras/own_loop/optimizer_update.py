@@ -17,7 +17,7 @@ import keras
 from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.rules import clip
 from polyamp.rules.update_decision import GradStats, decide
-from polyamp_keras.arrays import native_variable
+from polyamp_keras.arrays import native_variable, read_value
 from polyamp_keras.compat import moving_averages
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.own_loop.gradients import add_to_sums, divide_by_scale
@@ -36,7 +36,7 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     measures = optimizer.scaler.checks or optimizer.clip_norm is not None
     norm, finite, sizes = ENGINE.global_norm_and_finite(unscaled) if measures else _NOT_MEASURED
     stats = GradStats(norm, finite, weight)
-    step = keras.ops.convert_to_tensor(native_variable(optimizer.iterations))
+    step = read_value(optimizer.iterations)
     decision = decide(optimizer.scaler, optimizer.scale_state, step, stats, [finite], "all", ENGINE.XP)
     last = is_last_micro_batch(call) if state.sums else None
     applies = decision.finite if last is None else last if decision.finite is None else last & decision.finite

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import keras
 
+from polyamp_keras.arrays import read_value
 from polyamp_keras.models.keras_serialization import ModelSetting
 from polyamp_keras.models.variables import seed_variables
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
@@ -30,7 +31,7 @@ class SavedGuard(ModelSetting):
         seeds = self._seeds
         if self._model is not None:
             seeds = {
-                name: keras.ops.convert_to_numpy(variable).tolist()
+                name: keras.ops.convert_to_numpy(read_value(variable)).tolist()
                 for name, variable in seed_variables(self._model).items()
             }
         return {"float32_matmul": self._precision, "seeds": seeds}

@@ -13,7 +13,7 @@ from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
-from polyamp_keras.arrays import at_least_float32, native_variable
+from polyamp_keras.arrays import at_least_float32, native_variable, read_value
 from polyamp_keras.compat import own_trainable_variables
 from polyamp_keras.own_loop.keras_loss_scale_optimizer import (
     adopt_keras_scale,
@@ -116,9 +116,7 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     @property
     def scale_state(self) -> LossScaleState:
         """The loss-scale state as tensors: float32 scale, int32 counters."""
-        return LossScaleState(
-            *(keras.ops.convert_to_tensor(native_variable(variable)) for variable in self._state.scale)
-        )
+        return LossScaleState(*(read_value(variable) for variable in self._state.scale))
 
     @property
     def scale_variables(self) -> LossScaleState:
@@ -128,12 +126,12 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     @property
     def skipped_steps(self) -> int:
         """Number of skipped updates. Reading it waits for the device."""
-        return int(keras.ops.convert_to_numpy(native_variable(self._state.scale.skipped)))
+        return int(keras.ops.convert_to_numpy(read_value(self._state.scale.skipped)))
 
     @property
     def micro_step(self) -> Any:
         """Calls of `apply` since the last update, int32 scalar."""
-        return keras.ops.convert_to_tensor(native_variable(self._state.micro_step))
+        return read_value(self._state.micro_step)
 
     @property
     def update_was_skipped(self) -> Any:
@@ -157,7 +155,7 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             LossScaleStuckError: `patience` consecutive updates were skipped at the minimum scale.
         """
-        skips = int(keras.ops.convert_to_numpy(native_variable(self._state.scale.stuck)))
+        skips = int(keras.ops.convert_to_numpy(read_value(self._state.scale.stuck)))
         check_stuck(skips, self.scaler, self.not_finite, where="the model or the loss")
 
     @contextlib.contextmanager

@@ -20,9 +20,10 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.serialization import record_from_data, to_plain_data
 from polyamp.rules.clip import ClipSet
 from polyamp.rules.group_members import GroupClip, GroupHyperparameters, GroupMembers, resolve_group_members
-from polyamp_keras.arrays import at_least_float32, dtype_name, native_variable
+from polyamp_keras.arrays import at_least_float32, dtype_name, native_variable, read_value
 from polyamp_keras.compat import own_trainable_variables, variable_index
 from polyamp_keras.engine import ENGINE
+from polyamp_keras.models.keras_serialization import PUBLIC_MODULE
 from polyamp_keras.models.layers import layer_path_aliases, list_layers
 from polyamp_keras.models.variables import parameter_leaves
 from polyamp_keras.own_loop.optimizer_checks import check_built_for
@@ -69,7 +70,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             if not spec.groups:
                 reason = f"is {spec.tag}, which treats the kinds of a model's parameters differently"
             raise RecipeError(
-                f"spec {reason}, and an optimizer alone knows no model. Use polyamp_keras.compile(model, recipe, "
+                f"spec {reason}, and an optimizer alone knows no model. Use {PUBLIC_MODULE}.compile(model, recipe, "
                 "loss=...), or polyamp.init and polyamp.train_step."
             )
         rate = spec.learning_rate
@@ -136,7 +137,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
 
     def _trains_now(self) -> list[Any]:
         """Return whether each hyperparameter set is trained in this update (S27), boolean scalars; None for always."""
-        count = keras.ops.convert_to_tensor(native_variable(self.iterations))
+        count = read_value(self.iterations)
         return [count >= member.start if member.start else None for member in self.groups.distinct]
 
     def _missed(self, trains: list[Any], index: int) -> Any:
@@ -214,7 +215,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             ENGINE.XP,
             keras.ops.cast(native_variable(variable), work),
             keras.ops.cast(ENGINE.to_dense(gradient, variable), work),
-            {name: keras.ops.convert_to_tensor(native_variable(slot)) for name, slot in slots.items()},
+            {name: read_value(slot) for name, slot in slots.items()},
             self._rate(member, rate),
             keras.ops.cast(counts[index], work),
         )
@@ -277,7 +278,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
 
 
 def _select(trains: Any, value: Any, variable: Any) -> Any:
-    old = keras.ops.convert_to_tensor(native_variable(variable))
+    old = read_value(variable)
     return keras.ops.where(trains, keras.ops.cast(value, dtype_name(old)), old)
 
 

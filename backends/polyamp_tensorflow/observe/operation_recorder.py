@@ -19,7 +19,7 @@ from polyamp_keras.engines.tensorflow_compat import EagerTensor, report_operatio
 from polyamp_tensorflow.observe.capture import capture_pass
 from polyamp_tensorflow.step.distributed_step import has_several_replicas
 
-_PACKAGES: Final = ("tensorflow", "keras", "tf_keras", "polyamp_tensorflow")
+_PACKAGES: Final = ("tensorflow", "keras", "tf_keras", "polyamp_tensorflow", "polyamp_keras")
 _READS: Final = ("ReadVariableOp",)
 """Operations whose results are what the pass is given."""
 _CONSTANTS: Final = split_names("Fill Range LinSpace Const OneHot")
