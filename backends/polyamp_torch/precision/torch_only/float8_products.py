@@ -78,10 +78,11 @@ def region_rules(float8: Float8 | None, device_type: str, rules: tuple[tuple[str
 
 def is_same_but_float8(one: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> bool:
     """Return whether two regions' rules differ in products in 8 bits only."""
-    return _without_float8(one) == _without_float8(other)
+    return without_float8(one) == without_float8(other)
 
 
-def _without_float8(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+def without_float8(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return the rules that are the policy's `op_rules`."""
     return tuple([each for each in rules if each[1] not in FLOAT8_RULES])
 
 

@@ -27,6 +27,7 @@ from polyamp_torch.precision.torch_only.float8_products import (
     find_product,
     is_same_but_float8,
     multiply,
+    without_float8,
 )
 from polyamp_torch.precision.torch_only.float32_function_mode import remove_mode
 from polyamp_torch.precision.torch_only.op_rules import (
@@ -63,6 +64,7 @@ class OpRulesMode(TorchFunctionMode):
         changes: the rules of the innermost region; none where that region's policy has none.
 
     Attributes:
+        op_rules: of these, the policy's `op_rules`.
         table: function -> name and rule.
         is_traced: whether a traced function has opened it.
         closed: whether its block has ended; see `float32_function_mode.IslandsMode`.
@@ -80,6 +82,7 @@ class OpRulesMode(TorchFunctionMode):
     def switch(self, changes: RuleChanges) -> None:
         """Apply other rules from now on."""
         self.changes = changes
+        self.op_rules = without_float8(changes)
         if not is_dynamo_compiling():
             self.table = rules_by_function(changes)
 
@@ -99,7 +102,7 @@ class OpRulesMode(TorchFunctionMode):
         name, rule = found
         if rule == ENTER:
             return self._enter_function(func, types, args, kwargs)
-        note_met(self.changes, name)
+        note_met(self.op_rules, name)
         return self._apply_rule(name, rule, func, args, kwargs)
 
     def _enter_function(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -230,3 +230,10 @@ def test_products_of_two_activations_stay_in_16_bits() -> None:
     products = {(row.module, row.dtype): row.rule for row in rows if row.name in ("mm", "matmul")}
     assert products[("", "bfloat16")] == "compute"
     assert products[("dense", "float32")].startswith("float8")
+
+
+def test_op_rules_beside_it_are_known_to_be_met(recwarn: pytest.WarningsRecorder) -> None:
+    train(Net("module"), POLICY.replace(op_rules={"relu": "float32"}))
+    assert [each for each in recwarn if "op_rules" in str(each.message)] == []
+    with pytest.warns(UserWarning, match="called no function 'softmax'"):
+        train(Net("module"), POLICY.replace(op_rules={"softmax": "compute"}))
