@@ -8,7 +8,7 @@ from polyamp import backend_lookup as lookup
 from polyamp.contract import registry
 from polyamp.contract.backend import HasCastingReports, HasCompiledCastingReports
 from polyamp.contract.casting_report import CastingReport
-from polyamp.errors import UnsupportedError
+from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
 
 
@@ -33,6 +33,7 @@ def explain(
             does not decide), or of the framework that the function names.
 
     Raises:
+        ModelError: a training state in place of its model.
         UnsupportedError: the backend has no casting reports, or none of compiled code, or the function cannot be
             compiled; or with `strict`, an operation has no rule.
         TraceError: the target cannot be traced.
@@ -51,6 +52,9 @@ def explain(
         casts: 1 float16 -> float32, 2 float32 -> float16
         opaque: none
     """
+    for given in (target, *inputs):
+        if hasattr(given, "scale_state"):
+            raise ModelError(f"explain takes a model. Received: a {type(given).__name__}. Pass its model: state.model.")
     chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
     name = chosen.name
     if not isinstance(chosen, HasCastingReports):

@@ -118,9 +118,11 @@ def _run_pass(
         if not np.isfinite(record.loss):
             log = _operations(observer, state, loss_fn, batch)
             return _forward_report(empty, values, log)
-    broken = next((each for each in values if each.kind == "cotangent" and not each.finite), None)
-    if broken is not None:
-        return msgspec.structs.replace(empty, origin="backward", module=broken.module)
+    cotangents = [each for each in values if each.kind == "cotangent"]
+    for index, each in enumerate(cotangents):
+        if not each.finite:
+            before = cotangents[index - 1].module if index else ""
+            return msgspec.structs.replace(empty, origin="backward", module=each.module, finite_until=before)
     for name, value in record.gradients.items():
         if value is not None and not np.isfinite(value).all():
             module = name.rpartition("/")[0]

@@ -23,6 +23,8 @@ class ValueRange(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: int
 
     def __str__(self) -> str:
+        if self.nonfinite == self.elements:
+            return f"{self.dtype}, none of {self.elements} finite"
         bad = f", {self.nonfinite} of {self.elements} not finite" if self.nonfinite else ""
         return f"{self.dtype} from {self.least:.4g} to {self.greatest:.4g}{bad}"
 
@@ -36,6 +38,9 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         module: the first module whose output (backward: the gradient with respect to its output, or of its parameters)
             is not finite; the name of the array for "data" and "parameters"; "" if it is none.
         between: whether what `module` was given is not finite already: the operation stands in code before it.
+        finite_until: backward: the module whose gradient with respect to its output was the last finite one before, so
+            that the operation stands in this module or in code between the two; "" if there was none, or where
+            `module`'s parameters alone have such a gradient.
         operation: the framework's name of the operation; "" where it is not visible, as in a backward pass.
         place: the source line that asked for it; None if unknown.
         iterations: the turns, from 0, of the compiled loops around it (JAX's scan), the outermost first.
@@ -51,6 +56,7 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     module: str = ""
     between: bool = False
+    finite_until: str = ""
     operation: str = ""
     place: SourcePlace | None = None
     iterations: list[int] = msgspec.field(default_factory=list)
@@ -69,6 +75,11 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.origin == "parameters":
             return f"The parameter {self.module} is not finite already. Look at an earlier step, or at the file."
         where = f"before {self.module or 'the loss'}" if self.between else f"in {self.module or 'the loss function'}"
+        if self.finite_until:
+            where = (
+                f"in what uses the output of {self.module}: in {self.finite_until}, the gradient of whose output is "
+                "still finite, or in the code between"
+            )
         lines = [f"The first value that is not finite arises in the {self.origin} pass, {where}."]
         if self.operation:
             turns = "".join(f", in iteration {number} of a scan" for number in self.iterations)

@@ -127,8 +127,8 @@ def accumulation_of_list(batches: Sequence[Sequence[tuple[str, Shape]]], count: 
     if any(path == "" for path, _ in batches[0]):
         raise BatchError(
             f"a list of {len(batches)} arrays could be {len(batches)} micro-batches or one batch of {len(batches)} "
-            "arrays. Pass the arrays of one batch as a tuple or a dict, and a micro-batch that is a single array as a "
-            "tuple of one."
+            "arrays. Pass the arrays of one batch as a tuple or a dict (of a DataLoader, which gives lists: "
+            "step(state, tuple(batch))), and a micro-batch that is a single array as a tuple of one."
         )
     first = list(batches[0])
     for number, other in enumerate(batches[1:], start=1):

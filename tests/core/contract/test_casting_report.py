@@ -10,6 +10,7 @@ import pytest
 import polyamp
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.reference import MLP
 from polyamp.reference.tensor import Tensor
 
 POLICY = polyamp.Policy("mixed_float16")
@@ -111,3 +112,9 @@ def test_op_rules_go_through_a_recipe_file() -> None:
     recipe = polyamp.Recipe(policy=POLICY.replace(op_rules={"exp": "compute"}), optimizer=polyamp.sgd(0.1))
     assert polyamp.Recipe.from_toml(recipe.to_toml()) == recipe
     assert polyamp.Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_a_state_in_place_of_its_model_is_refused() -> None:
+    state = polyamp.init(MLP.random([2, 1], seed=0), polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
+    with pytest.raises(polyamp.ModelError, match=r"Received: a ReferenceState\. Pass its model: state\.model"):
+        polyamp.explain(lambda model, x: model(x), POLICY, state, np.ones((1, 2), np.float32))

@@ -148,3 +148,17 @@ def test_the_other_blocks_of_the_guide_run_on_a_state(tmp_path: Path, monkeypatc
     assert list((tmp_path / "runs" / "17").iterdir()) == []
     exec(compile(override, "docs/guides/when_something_is_wrong.md", "exec"), names)
     assert names["policy"].overrides["sampling"] == "float32"
+
+
+class _Gate(nn.Module):
+    """Finite forward; its unused branch has an infinite slope."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 1e9, x.sub(x).sqrt(), x)
+
+
+def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
+    network = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), _Gate(), nn.Linear(8, 3))
+    report = polyamp.find_nonfinite(lambda m, x: m(x).square().mean(), "float32", network, torch.randn(4, 8))
+    assert (report.origin, report.module, report.finite_until) == ("backward", "1", "2")
+    assert "in what uses the output of 1: in 2, the gradient of whose output is still finite" in str(report)
