@@ -71,6 +71,12 @@ def nnx_container_classes() -> tuple[type, ...]:
     return tuple(kind for kind in nnx_classes() if kind is not variable)
 
 
+def nnx_stream_classes() -> tuple[type, ...]:
+    """Return the class of the variables of nnx's random streams. Empty if flax is not loaded."""
+    stream = getattr(loaded_module("flax.nnx"), "RngState", None)
+    return () if stream is None else (stream,)
+
+
 def equinox_module_classes() -> tuple[type, ...]:
     """Return equinox's module class. Empty if equinox is not loaded."""
     module = loaded_module("equinox")

@@ -12,7 +12,7 @@ from polyamp.contract.backend import Backend
 from polyamp.diagnosis.report_data import DiagnosisTrial, overrides_of
 from polyamp.errors import LossScaleStuckError, UnsupportedError
 from polyamp.monitor.exponents import exponent_counts
-from polyamp.parity.trace.observer import HasObserver, Observer
+from polyamp.parity.trace.observer import HasObserver, Observer, without_policies
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -65,7 +65,7 @@ class DiagnosisTraining:
         """Train in float32; return the losses and the magnitudes of the first and the last pass."""
         recipe = self._float32_recipe()
         found = Magnitudes({}, {}, 0.0, [])
-        with self._observer.model_copy(self._model) as twin:
+        with without_policies(self._observer, self._model), self._observer.model_copy(self._model) as twin:
             state = init(twin, recipe, **self._options)
             found = self._record(state, self._batches[0], found)
             losses, state = self._train(state, recipe)
@@ -76,7 +76,7 @@ class DiagnosisTraining:
     def rounded_run(self, compute: str) -> list[float]:
         """Train in float32 from weights that were rounded to the compute dtype; return the losses."""
         recipe = self._float32_recipe()
-        with self._observer.model_copy(self._model) as twin:
+        with without_policies(self._observer, self._model), self._observer.model_copy(self._model) as twin:
             state = init(twin, recipe, **self._options)
             arrays = {
                 name: _rounded(value, compute) if name.startswith("model/") else value
@@ -92,7 +92,7 @@ class DiagnosisTraining:
         policy = self._recipe.policy
         overrides = {**policy.overrides, **overrides_of(list(sensitive), modules, policy.compute)}
         recipe = self._recipe.replace(policy=policy.replace(overrides=overrides), ema=None)
-        with self._observer.model_copy(self._model) as twin:
+        with without_policies(self._observer, self._model), self._observer.model_copy(self._model) as twin:
             losses, _ = self._train(init(twin, recipe, **self._options), recipe)
         finite = len(losses) == len(self._batches) and all(map(math.isfinite, losses))
         distance = loss_distance(losses, reference) if finite else None

@@ -13,7 +13,7 @@ from polyamp.contract.backend import Backend
 from polyamp.errors import UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.nonfinite.report import NonfiniteReport, ValueRange
-from polyamp.parity.trace.observer import HasObserver
+from polyamp.parity.trace.observer import HasObserver, without_policies
 from polyamp.parity.trace.operation_log import (
     OperationLog,
     OperationObserver,
@@ -108,7 +108,7 @@ def _run_pass(
     def on_capture(path: str, what: str, array: Array, dtype: str) -> None:
         values.append(_CapturedValue(path.partition("#")[0], what, dtype, bool(np.isfinite(array).all())))
 
-    with observer.model_copy(model) as twin, np.errstate(all="ignore"):
+    with without_policies(observer, model), observer.model_copy(model) as twin, np.errstate(all="ignore"):
         state = init(twin, recipe, **options)
         for name, value in backend.export_state(state).items():
             if name.startswith("model/") and not np.isfinite(np.asarray(value, np.float64)).all():

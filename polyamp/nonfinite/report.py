@@ -91,13 +91,14 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  {self.place.file}:{self.place.line}: {self.place.code}")
         if self.by_precision:
             lines.append("In float32 the same pass is finite: it is a matter of precision.")
-            if self.origin == "backward":
+            if self.origin == "backward" and self.loss_scale > 1.0:
                 lines.append(
-                    f"The loss scale was {self.loss_scale:g}; a dynamic one halves until the gradients fit: no fault."
+                    f"The loss scale was {self.loss_scale:g}. A dynamic one halves until the gradients fit, which is "
+                    "no fault: give the scale of your training, loss_scale=float(result.scale)."
                 )
-            lines.append(
-                'Keep the module in float32: Policy(overrides={"...": "float32"}); polyamp.diagnose finds all.'
-            )
+            else:
+                override = f'Policy(overrides={{"{self.module or "..."}": "float32"}})'
+                lines.append(f"Keep it in float32: {override}; polyamp.diagnose finds all such modules.")
         elif self.own_cast:
             lines.append(
                 f"The program itself casts to {self.own_cast} there, under any policy: let it stay in float32."

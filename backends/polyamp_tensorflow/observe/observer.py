@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from polyamp.contract.backend import State
@@ -10,8 +10,10 @@ from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observe
 from polyamp.parity.trace.operation_log import OperationRecorder
 from polyamp.results import LossFunction
 from polyamp_tensorflow.arrays import device_name, native_variable
+from polyamp_tensorflow.models.layers import is_layer
 from polyamp_tensorflow.observe import capture, dropout, model_copy, operation_recorder
 from polyamp_tensorflow.precision.policy_module import native_model
+from polyamp_tensorflow.precision.tensorflow_only.policy_application import without_policies
 
 
 class KerasObserver:
@@ -42,6 +44,11 @@ class KerasObserver:
 
     def model_copy(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         return model_copy.model_copy(native_model(model), wide=wide, inference=inference)
+
+    def without_policies(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context manager in which the model has no applied policy (`apply_policy`, `compile`)."""
+        found = native_model(model)
+        return without_policies(found) if is_layer(found) else nullcontext()
 
     def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[DropoutCount]:
         return dropout.disable_dropout(native_model(model), draws)

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.contract.casting_report import OperationCount
+from polyamp.errors import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,6 +120,25 @@ class Observer(Protocol):
             batch: whole NumPy batch; it is not split into micro-batches.
             on_capture: called with the output of every module; only with the model's if submodules are not visible.
         """
+
+
+@runtime_checkable
+class PolicyRemover(Protocol):
+    """Optional protocol of an observer: models may carry a policy of their own, applied for good (Keras)."""
+
+    def without_policies(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context manager in which the model carries none, so that another policy can be tried on it."""
+
+
+def without_policies(observer: Observer, model: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which a model carries no policy of its own.
+
+    Raises:
+        ModelError: a training state in place of its model.
+    """
+    if hasattr(model, "scale_state"):
+        raise ModelError(f"model must be a model. Received: a {type(model).__name__}. Pass its model: state.model.")
+    return observer.without_policies(model) if isinstance(observer, PolicyRemover) else nullcontext()
 
 
 @runtime_checkable

@@ -19,8 +19,9 @@ def select(finite: Any, new: Any, old: Any) -> Any:
 
     Args:
         finite: the flag of `scaled_value_and_grad` or `scaler.unscale`, a boolean scalar.
-        new: any pytree after the update: parameters, an optax state, an equinox module, `(parameters, state)`. For
-            nnx modules and optimizers pass the objects themselves: they are changed in place, as by an update.
+        new: any pytree after the update: parameters, an optax state, an equinox module, an `nnx.State`, `(parameters,
+            state)`. For nnx modules and optimizers pass the objects themselves: they are changed in place, as by an
+            update.
         old: the same before the update, and for nnx before the forward pass: `nnx.clone((model, optimizer))`.
 
     Returns:
@@ -46,11 +47,16 @@ def select(finite: Any, new: Any, old: Any) -> Any:
             "select(finite, new, old): finite must be a boolean scalar, the flag that scaled_value_and_grad returned. "
             f"Received: {describe_value(finite)}. Are the arguments swapped?"
         )
-    kinds = compat.nnx_classes()
+    kinds = compat.nnx_container_classes()
     if any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(new, is_leaf=lambda node: isinstance(node, kinds))):
         return _select_in_place(finite, new, old)
     _check_structure(new, old)
-    return jax.tree_util.tree_map_with_path(lambda path, a, b: _select_leaf(finite, a, b, path), new, old)
+    streams = compat.nnx_stream_classes()
+
+    def choose(path: Any, a: Any, b: Any) -> Any:
+        return a if isinstance(a, streams) else _select_leaf(finite, a, b, path)
+
+    return jax.tree_util.tree_map_with_path(choose, new, old, is_leaf=lambda node: isinstance(node, streams))
 
 
 def _select_in_place(finite: Any, new: Any, old: Any) -> Any:

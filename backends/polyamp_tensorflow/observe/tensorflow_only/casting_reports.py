@@ -29,6 +29,7 @@ from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
 from polyamp_tensorflow.observe.tensorflow_only.backward_graph import record_backward
 from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
+from polyamp_tensorflow.precision.tensorflow_only.policy_application import without_policies
 
 _STYLE: Final = re.compile(r"\x1b\[\d*m")
 """Escape sequences with which Keras prints errors in bold."""
@@ -59,7 +60,7 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
             "policy, model, batch), or a model or layer and its inputs: polyamp.explain(model, policy, x). Received: "
             f"{describe_value(loss_fn)} and {len(inputs)} inputs."
         )
-    with model_copy(model, wide=False, inference=False) as twin:
+    with without_policies(model), model_copy(model, wide=False, inference=False) as twin:
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
         state = backend.init(twin, recipe)
         capture.capture_pass(state, loss_fn, batch, _ignore, recorder)

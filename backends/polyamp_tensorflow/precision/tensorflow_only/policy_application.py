@@ -227,6 +227,37 @@ def suspend_policies(model: Any) -> Iterator[None]:
                 _activate_setting(layer, vars(layer)[POLICY_STACK][-1])
 
 
+@contextlib.contextmanager
+def without_policies(model: Any) -> Iterator[None]:
+    """Context manager in which a model has none of the policies that were applied to its layers and operations."""
+    stacks: list[tuple[Any, list[_LayerSetting]]] = []
+    try:
+        with _LOCK:
+            for target in _stacked_targets(model):
+                stacks.append((target, vars(target)[POLICY_STACK]))
+                _activate_setting(target, stacks[-1][1][0])
+                _change_regularizer(target, original_regularizer)
+                del vars(target)[POLICY_STACK]
+        drop_cached_functions(model)
+        yield
+    finally:
+        with _LOCK:
+            for target, stack in stacks:
+                vars(target)[POLICY_STACK] = stack
+                _activate_setting(target, stack[-1])
+                _change_regularizer(target, float32_regularizer)
+        drop_cached_functions(model)
+
+
+def _stacked_targets(model: Any) -> list[Any]:
+    """Return the layers of a model, and the operations of its functional models, that have an applied policy."""
+    layers = [module.layer for module in list_layers(model)]
+    functions = [function for function in map(functional_model, layers) if function is not None]
+    operations = [operation for function in functions for operation in (function, *function.operations)]
+    targets = {id(target): target for target in (*layers, *operations)}
+    return [target for target in targets.values() if POLICY_STACK in vars(target)]
+
+
 def drop_cached_functions(model: Any) -> None:
     """Make Keras retrace `fit`, `evaluate` and `predict`: a traced function keeps the dtypes from its tracing."""
     for module in list_layers(model):

@@ -131,3 +131,19 @@ def test_s12_select_chooses_bits(flag: Any) -> None:
 def test_s20_select_says_what_it_cannot_choose(arguments: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         select(*arguments())
+
+
+def test_a_state_of_nnx_beside_an_optax_state_is_a_pytree() -> None:
+    network = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    _, params, rest = nnx.split(network, nnx.Param, ...)
+    network(jnp.ones((1, 2)))
+    after = nnx.split(network, nnx.Param, ...)[2]
+    optimizer = optax.adam(0.1)
+    before = optimizer.init(params)
+    updates, moved = optimizer.update(jax.tree.map(jnp.ones_like, params), before, params)
+    new = (optax.apply_updates(params, updates), moved, after)
+    for finite in (False, True):
+        chosen, slots, streams = jax.jit(select)(jnp.bool_(finite), new, (params, before, rest))
+        change = float(jnp.abs(chosen["layers"][0]["kernel"][...] - params["layers"][0]["kernel"][...]).max())
+        assert (change > 0.05, int(slots[0].count)) == (finite, int(finite))
+        assert int(streams["layers"][1]["rngs"]["count"][...]) == 1  # streams advance in both cases

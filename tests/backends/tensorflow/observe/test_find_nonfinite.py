@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import polyamp
+import polyamp_tensorflow
 from polyamp import losses
 from polyamp.nonfinite.report import NonfiniteReport
 
@@ -104,3 +105,39 @@ def test_a_parameter_that_is_not_finite() -> None:
     report = found(model)
     assert report.origin == "parameters"
     assert report.module.endswith("first/kernel")
+
+
+class _Rescale(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return (x * 3e5) / 3e5
+
+
+@pytest.mark.parametrize("way", ["apply_policy", "compile"])
+def test_a_model_that_carries_a_policy_is_judged_under_the_given_one(way: str) -> None:
+    keras.utils.set_random_seed(0)
+    x, y = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32), np.zeros(32, np.int32)
+    layers = [keras.Input((8,)), keras.layers.Dense(16, name="a"), _Rescale(name="rescale"), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.adamw(1e-2))
+    if way == "compile":
+        polyamp_tensorflow.compile(model, recipe, loss="mse")
+    else:
+        polyamp_tensorflow.apply_policy(model, "mixed_float16")
+    carried = [layer.compute_dtype for layer in model.layers]
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+    report = polyamp.find_nonfinite(loss_fn, "mixed_float16", model, {"x": x, "y": y})
+    assert (report.origin, report.module, report.by_precision) == ("forward", "rescale", True)
+    modules = {row.module for row in polyamp.explain(loss_fn, "mixed_bfloat16", model, {"x": x, "y": y}).operations}
+    assert {"a", "rescale"} <= modules
+    assert [layer.compute_dtype for layer in model.layers] == carried
+    assert "float16" in carried
+
+
+def test_a_state_in_place_of_its_model_is_refused() -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    state = polyamp.init(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
+    with pytest.raises(polyamp.ModelError, match=r"Received: a TensorFlowState\. Pass its model: state\.model"):
+        polyamp.find_nonfinite(lambda m, x: m(x), "mixed_float16", state, np.ones((1, 8), np.float32))
