@@ -39,7 +39,7 @@ class Dense(nnx.Module):
 
     def __call__(self, x: Any) -> Any:
         kernel = self.kernel[...]
-        return jnp.einsum("io,ri->ro", kernel, x) if self.on_the_left else x @ kernel
+        return jax.lax.dot_general(kernel, x, (((0,), (1,)), ((), ()))).T if self.on_the_left else x @ kernel
 
 
 @pytest.mark.parametrize("on_the_left", [False, True])

@@ -167,6 +167,12 @@ def test_what_is_no_such_product_has_the_bits_of_bfloat16(call: Any, shape: tupl
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("sizes", [(32, 24), (24, 32)])
+def test_sizes_that_are_no_multiples_of_16_have_the_bits_of_bfloat16(sizes: tuple[int, int]) -> None:
+    layer, x = nn.Linear(*sizes), torch.linspace(-1.0, 1.0, 8 * sizes[0]).reshape(8, sizes[0])
+    assert torch.equal(POLICY.autocast(layer)(x), HALF.autocast(layer)(x))
+
+
 def test_heads_stay_in_16_bits_unless_an_override_says_so() -> None:
     found = formats_of(Net())
     assert (found["first"], found["body"], found["head"]) == (True, True, False)
