@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 import torch
+from torch import nn
 
 from polyamp.array_namespace import array_namespace
 from polyamp.float_formats import FORMATS, HALF_DTYPES
@@ -165,3 +168,21 @@ def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     result: np.ndarray[Any, Any] = host.numpy(force=True)  # resolves the conjugate and negative bits of the copy
     return result
+
+
+def output_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's output, in the order of its fields: sparse ones dense, of packed sequences the
+    data."""
+    if isinstance(tree, torch.Tensor):
+        yield tree.to_dense() if tree.is_sparse else tree
+    elif isinstance(tree, nn.utils.rnn.PackedSequence):
+        yield tree.data
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from output_tensors(value)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from output_tensors(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from output_tensors(getattr(tree, field.name, None))

@@ -98,9 +98,9 @@ def parse_spelling(word: str) -> PolicySpelling:
     >>> parse_spelling("bf16-mixed").compute
     'bfloat16'
     >>> parse_spelling("params=float32,compute=bf16,output=f32")
-    PolicySpelling(param='float32', compute='bfloat16', output='float32', mode='cast')
+    PolicySpelling(param='float32', compute='bfloat16', output='float32', mode='cast', float8=False)
     >>> parse_spelling("c=bf16")
-    PolicySpelling(param='float32', compute='bfloat16', output='bfloat16', mode='cast')
+    PolicySpelling(param='float32', compute='bfloat16', output='bfloat16', mode='cast', float8=False)
     """
     if "=" in word:
         return _parse_jmp(word)

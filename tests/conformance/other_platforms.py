@@ -16,6 +16,7 @@ import pytest
 
 PLATFORMS: Final = ("cuda", "tpu")
 DTYPES: Final = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+FLOAT8: Final = {"f8E4M3FN", "f8E5M2"}
 TRANSFER: Final = re.compile(r"custom_call @\w*callback|stablehlo\.(?:infeed|outfeed|send|recv)\b")
 VALUE: Final = re.compile(r"^ *(%\w+)(?::\d+)? = \"?stablehlo\.(constant|convert|case|if)\b\"?\(? ?(%\w+)?")
 PRODUCT: Final = re.compile(r"stablehlo\.(?:dot_general|convolution).*: \(tensor<(?:[\dx]*x)?(\w+)>")
@@ -32,6 +33,8 @@ def check_program(step: Any, state: Any, batch: Any) -> None:
     policy = state.recipe.policy
     if not policy.op_rules:
         allowed = {DTYPES[name] for name in (policy.compute, *policy.overrides.values())}
+        if policy.float8 is not None:
+            allowed |= FLOAT8
         assert set(PRODUCT.findall(text)) <= allowed, "products in other dtypes than the policy's"
     before, after = ([leaf.dtype for leaf in jax.tree.leaves(each)] for each in (state, traced.out_info[0]))
     assert before == after, "the state's dtypes before and after the step"

@@ -107,7 +107,10 @@ def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
     assert {f"backends/{package}/__init__.py" for package in PACKAGES[1:]} <= found
     assert {"docs/semantics.md", "docs/images/digits.png", "examples/basic_loop.py", "CONTRIBUTING.md"} <= found
     assert not {name for name in found if name.startswith("tests") or name.endswith(".pyc")}
-    assert {name for name in found if name.endswith(".json")} == {"docs/reference/parity_report.schema.json"}
+    assert {name for name in found if name.endswith(".json")} == {
+        "docs/reference/parity_report.schema.json",
+        "docs/measurements/downstream.json",
+    }
 
 
 def test_polyamp_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:

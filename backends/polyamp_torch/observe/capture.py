@@ -7,9 +7,8 @@ backward pass. Afterwards all hooks are removed and random streams are restored.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from polyamp.parity.trace.observer import CaptureCallback, PassRecord
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
-from polyamp_torch.arrays import dtype_name, memory_address
+from polyamp_torch.arrays import dtype_name, memory_address, output_tensors
 from polyamp_torch.compat import (
     NULL_CONTEXT,
     CompiledCallHook,
@@ -194,7 +193,7 @@ def _output_tensor(module: nn.Module, output: Any) -> torch.Tensor | None:
     its fields."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         output = output[0]
-    found = [tensor for tensor in _flat_tensors(output) if tensor.is_floating_point() and tensor.numel()]
+    found = [tensor for tensor in output_tensors(output) if tensor.is_floating_point() and tensor.numel()]
     return next((tensor for tensor in found if tensor.dim()), found[0] if found else None)
 
 
@@ -214,22 +213,6 @@ def _host_array(tensor: torch.Tensor, *, copy: bool = True) -> Array:
 def _array_digest(values: Array) -> bytes:
     """Return a digest that distinguishes the results of two calls."""
     return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).digest()
-
-
-def _flat_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree.to_dense() if tree.is_sparse else tree
-    elif isinstance(tree, nn.utils.rnn.PackedSequence):
-        yield tree.data
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _flat_tensors(value)
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _flat_tensors(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _flat_tensors(getattr(tree, field.name, None))
 
 
 def hook_targets(model: nn.Module) -> list[tuple[str, nn.Module]]:

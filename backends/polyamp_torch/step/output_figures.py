@@ -6,7 +6,6 @@ Nothing here waits for the device.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from polyamp.monitor.slots import (
     output_limits,
 )
 from polyamp.results import StepResult
+from polyamp_torch.arrays import output_tensors
 from polyamp_torch.compat import (
     CompiledCallHook,
     compiled_call_of_module,
@@ -106,7 +106,7 @@ class OutputHooks:
 
     def _add(self, path: str, output: Any) -> None:
         with torch.no_grad():
-            for tensor in _floating_tensors(output):
+            for tensor in filter(_is_measured, output_tensors(output)):
                 figures = _tensor_figures(tensor.detach(), self._limits, self._state.device)
                 self._found[path] = add_figures(self._found.get(path), figures)
 
@@ -175,17 +175,6 @@ def _tensor_figures(tensor: torch.Tensor, limits: OutputLimits, home: torch.devi
     return OutputFigures(torch.cat([sums, squares.reshape(1)]).to(home), largest.to(home))
 
 
-def _floating_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a module's output that have elements and are floating or complex."""
-    if isinstance(output, torch.Tensor):
-        if (output.is_floating_point() or output.is_complex()) and output.numel() and output.layout == torch.strided:
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floating_tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _floating_tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _floating_tensors(getattr(output, field.name, None))
+def _is_measured(tensor: torch.Tensor) -> bool:
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return bool(floats and tensor.numel() and tensor.layout == torch.strided)

@@ -82,6 +82,7 @@ def test_heads_stay_in_the_compute_dtype_unless_an_override_says_so() -> None:
     assert all(plan.at(path).dtype == "bfloat16" and plan.at(path).mixes for path in paths)
     chosen = POLICY.replace(overrides={"lm_head": "float8", "body": "float32"}).plan(paths)
     assert chosen.at("lm_head").float8 == Float8()
+    assert (chosen.at("logits").float8, chosen.at("logits").dtype) == (None, "bfloat16")
     assert (chosen.at("body/head").dtype, chosen.at("headed").float8) == ("float32", Float8())
     assert chosen.overridden_dtypes["lm_head"] == "bfloat16"
 

@@ -46,12 +46,17 @@ PRECISIONS = pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 
 
 @PRECISIONS
-@pytest.mark.parametrize("name", ["BoringModel", "ManualOptimBoringModel"])
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}],
-                         ids=["plain", "clipping", "accumulation"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("BoringModel", {}),
+        ("BoringModel", {"gradient_clip_val": 0.5}),
+        ("BoringModel", {"accumulate_grad_batches": 2}),
+        ("ManualOptimBoringModel", {}),  # the Trainer neither clips nor accumulates for manual optimization
+    ],
+    ids=["plain", "clipping", "accumulation", "manual"],
+)
 def test_demo_trains(name: str, precision: str, options: dict[str, Any], tmp_path: Path) -> None:
-    if options and name.startswith("Manual"):
-        pytest.skip("the Trainer has neither for manual optimization")
     model, kept = getattr(demos, name)(), LossCallback()
     run = trainer(tmp_path, precision, callbacks=[kept], **options)
     run.fit(model)

@@ -171,6 +171,25 @@ def run_with_tap(
 def _run_jaxpr(
     jaxpr: compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], marks: Iterator[OutputTag | None], tap: Tap
 ) -> list[Any]:
+    def equation(eqn: compat.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        inner = inline_program(eqn)
+        if eqn.primitive is TAG_PRIMITIVE:
+            mark = next(marks)
+            return operands if mark is None else [tap(mark, *operands)]
+        if inner is not None:
+            return _run_jaxpr(*inner, operands, marks, tap)
+        return compat.bind_equation(eqn, operands, eqn.params)
+
+    return run_equations(jaxpr, consts, args, equation)
+
+
+def run_equations(
+    jaxpr: compat.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    equation: Callable[[compat.JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Return the outputs of a program, whose equations `equation` runs on their operands, in order."""
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
@@ -178,17 +197,8 @@ def _run_jaxpr(
         return atom.val if isinstance(atom, compat.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        inner = inline_program(eqn)
         with compat.equation_context(eqn):
-            if eqn.primitive is TAG_PRIMITIVE:
-                mark = next(marks)
-                out = operands if mark is None else [tap(mark, *operands)]
-            elif inner is not None:
-                out = _run_jaxpr(*inner, operands, marks, tap)
-            else:
-                out = compat.bind_equation(eqn, operands, eqn.params)
-        known.update(zip(eqn.outvars, out, strict=True))
+            known.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 

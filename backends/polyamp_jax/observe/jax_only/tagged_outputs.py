@@ -7,6 +7,7 @@ loops and custom rules of differentiation stay closed: the modules that are call
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from polyamp.monitor.slots import MonitorSelection, OutputFigures, check_selected_outputs, output_limits
 from polyamp_jax import compat
 from polyamp_jax.observe.capture import TaggingEngine
-from polyamp_jax.observe.jax_only.output_tags import inline_program, tag_module_outputs, tagged_paths
+from polyamp_jax.observe.jax_only.output_tags import inline_program, run_equations, tag_module_outputs, tagged_paths
 from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 
@@ -77,19 +78,9 @@ class _Measurement:
 
     def run(self, jaxpr: compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], found: Found) -> list[Any]:
         """Run a program and return its outputs; add the figures of the outputs in it to `found`."""
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, args, strict=True))
+        return run_equations(jaxpr, consts, args, functools.partial(self._equation, found=found))
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, compat.Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            with compat.equation_context(eqn):
-                known.update(zip(eqn.outvars, self._equation(eqn, operands, found), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _equation(self, eqn: compat.JaxprEqn, operands: list[Any], found: Found) -> list[Any]:
+    def _equation(self, eqn: compat.JaxprEqn, operands: list[Any], *, found: Found) -> list[Any]:
         if eqn.primitive is TAG_PRIMITIVE:
             self._see(eqn.params, operands[0], found)
             return operands

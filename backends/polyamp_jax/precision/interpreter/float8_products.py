@@ -68,7 +68,7 @@ def find_product(
     free = [tuple(a for a in range(len(shape)) if a not in used) for shape, used in zip(shapes, axes, strict=True)]
     (index,) = parameters
     sizes = [math.prod(shapes[index][axis] for axis in some) for some in (free[index], axes[index])]
-    if any(size % SIZE_FACTOR for size in sizes) or not math.prod(shapes[1 - index]):
+    if any(size % SIZE_FACTOR for size in sizes) or not all(map(math.prod, shapes)):
         return None, "compute (size)"
     return Product(index, (free[0], free[1]), (axes[0], axes[1]), place.float8), "float8"
 

@@ -92,8 +92,8 @@ def check_device(float8: Float8 | None, device_type: str) -> None:
     Raises:
         UnsupportedError: there are none, and the policy does not emulate them.
     """
-    if float8 is None or float8.emulate or _has_products(device_type):
-        return
+    if float8 is None or float8.emulate or device_type == "meta" or _has_products(device_type):
+        return  # a model on "meta" has no arrays yet; its regions ask again
     raise UnsupportedError(
         f"float8: this device ({device_type!r}) multiplies no 8-bit floats; NVIDIA's GPUs of compute capability 8.9 "
         "and later do. Use Policy('mixed_float8', float8=polyamp.Float8(emulate=True)) to compute the same 8-bit "
@@ -120,7 +120,9 @@ def find_product(name: str, device_type: str, args: Any, kwargs: dict[str, Any])
     tensors = (left, right) if bias is None else (left, right, bias)
     if not all(isinstance(x, torch.Tensor) and x.dtype in _OPERAND_DTYPES for x in tensors):
         return None
-    if any(x.device.type != device_type for x in tensors) or not left.dim() or not left.numel():
+    if any(x.device.type != device_type for x in tensors) or not left.dim():
+        return None
+    if not left.numel() or not right.numel():
         return None
     if name == "linear":
         found = Product(left, right, bias)
@@ -171,7 +173,7 @@ def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
     gradients, emulate = FLOAT8_RULES[rule]
     x, w, bias, swapped = product
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    out = _Product.apply(rows, w, dtype, gradients, emulate)[0]  # type: ignore[no-untyped-call]  # torch's
+    out = _Product.apply(rows, w, dtype, gradients, emulate)[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
     if bias is not None:
         out = out + bias.to(dtype)
     shaped: torch.Tensor = out.reshape(*x.shape[:-1], w.shape[0])

@@ -6,8 +6,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import polyamp
+import polyamp_tensorflow
 
 
 class Hot(keras.layers.Layer):
@@ -21,7 +23,9 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
 
 
-def test_the_planted_layer_is_found() -> None:
+@pytest.mark.parametrize("carries", [False, True])
+def test_the_planted_layer_is_found(carries: bool) -> None:
+    """Also where the model carries a policy of its own, which is taken off for the trials and put on again."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(16, "tanh", name=f"dense{number}") for number in range(5)]
     model = keras.Sequential([keras.Input((16,)), *layers[:3], Hot(name="hot"), *layers[3:], keras.layers.Dense(4)])
@@ -29,8 +33,12 @@ def test_the_planted_layer_is_found() -> None:
     rows = [rng.normal(size=(32, 16)).astype(np.float32) for _ in range(6)]
     batches = [{"x": x, "y": x[:, :4].argmax(-1)} for x in rows]
     recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.adamw(3e-3))
+    if carries:
+        polyamp_tensorflow.apply_policy(model, "mixed_float16")
+    dtypes = [layer.compute_dtype for layer in model.layers]
     before = [np.array(value) for value in model.get_weights()]
     report = polyamp.diagnose(model, loss_fn, batches, recipe)
     assert report.sensitive == ["hot"], str(report)
     assert len(report.trials) <= 2 + 2 * np.log2(len(report.modules))
     assert all(np.array_equal(one, other) for one, other in zip(before, model.get_weights(), strict=True))
+    assert [layer.compute_dtype for layer in model.layers] == dtypes

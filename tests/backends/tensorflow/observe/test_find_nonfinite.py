@@ -141,3 +141,15 @@ def test_a_state_in_place_of_its_model_is_refused() -> None:
     state = polyamp.init(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
     with pytest.raises(polyamp.ModelError, match=r"Received: a TensorFlowState\. Pass its model: state\.model"):
         polyamp.find_nonfinite(lambda m, x: m(x), "mixed_float16", state, np.ones((1, 8), np.float32))
+
+
+def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
+    """The untaken branch of the middle layer has an infinite slope; the forward pass is finite."""
+    gate = Middle(lambda x: keras.ops.where(x > 1e9, keras.ops.log(x - x), x), name="gate")
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(8, name="first"), gate, keras.layers.Dense(3, name="head")]
+    )
+    report = polyamp.find_nonfinite(
+        lambda model, x: keras.ops.mean(keras.ops.square(model(x))), "float32", model, np.ones((4, 8), np.float32)
+    )
+    assert (report.origin, report.module, report.finite_until) == ("backward", "first", "gate")
