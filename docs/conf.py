@@ -26,6 +26,7 @@ myst_heading_anchors = 4
 
 add_module_names = False
 python_display_short_literal_types = True
+python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 

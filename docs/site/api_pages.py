@@ -138,17 +138,17 @@ def errors_markdown(page: ApiPage, pages: dict[ApiPage, list[PublicName]]) -> st
 
 def name_markdown(name: PublicName) -> str:
     """Return the description of one name, and of the members of a class."""
-    node = name.node
+    node, package = name.node, name.name.rpartition(".")[0]
     if isinstance(node, ast.ClassDef):
         parts = [docstring_markdown(name.text)]
         for member, (function, text) in sorted(members(name.home, node).items()):
             kind = "property" if _is_property(function) else "method"
-            signature = "" if kind == "property" else _signature(function, is_method=True)
+            signature = "" if kind == "property" else _signature(function, package, is_method=True)
             parts.append(_directive(kind, member + signature, docstring_markdown(text), ticks=4))
-        return _directive("class", name.name + _class_signature(name.home, node), "\n".join(parts), ticks=5)
+        return _directive("class", name.name + _class_signature(name.home, node, package), "\n".join(parts), ticks=5)
     text = docstring_markdown(name.text)
     if isinstance(node, ast.FunctionDef):
-        return _directive("function", name.name + _signature(node), text, ticks=5)
+        return _directive("function", name.name + _signature(node, package), text, ticks=5)
     if node is None:
         return f"## `{name.name}`\n\n{_module(name.name)}\n{text}"
     return _directive("data", name.name, text, ticks=5)
@@ -169,22 +169,36 @@ def _holds(page: ApiPage, package: str, name: PublicName) -> bool:
     return any(f"{name.home}.".startswith(f"polyamp.{home}.") for home in page.homes)
 
 
-def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: bool = False) -> str:
-    arguments = copy.deepcopy(function.args)
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, package: str, *, is_method: bool = False) -> str:
+    whole = _WholeNames(package).visit(copy.deepcopy(function))
+    arguments = whole.args
     decorators = {getattr(each, "id", "") for each in function.decorator_list}
     if is_method and "staticmethod" not in decorators:
         (arguments.posonlyargs or arguments.args).pop(0)
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns is not None else ""
+    returns = f" -> {ast.unparse(whole.returns)}" if whole.returns is not None else ""
     return f"({ast.unparse(arguments)}){returns}"
 
 
-def _class_signature(home: str, node: ast.ClassDef) -> str:
+class _WholeNames(ast.NodeTransformer):
+    """Write the types of annotations that are public in `package` with it: two packages may have one name."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.names = {each.name.rpartition(".")[2] for each in public_names(package)}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Return the name, with its package in front of it if it is one of the package's."""
+        known = node.id in self.names
+        return ast.Attribute(ast.Name(self.package), node.id) if known else node
+
+
+def _class_signature(home: str, node: ast.ClassDef, package: str) -> str:
     """Return the signature of `__init__`, or of the one that fields make."""
     bases = list(lineage(home, node))
     for _, each in bases:
         for member in each.body:
             if isinstance(member, ast.FunctionDef) and member.name == "__init__" and each.name != "Record":
-                return _signature(member, is_method=True).removesuffix(" -> None")
+                return _signature(member, package, is_method=True).removesuffix(" -> None")
     fields: dict[str, str] = {}
     for _, each in reversed(bases):
         if each.name != "Record":
