@@ -26,15 +26,14 @@ def test_the_example_passes_and_a_fault_fails_as_the_guide_shows_it(
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for path in (ROOT / "examples" / "parity").glob("*.py"):
         shutil.copy(path, pytester.path)
-    block = re.search(r"```python fault\n(.*?)```", GUIDE, flags=re.DOTALL)
-    assert block is not None
-    pytester.makepyfile(test_fault=block[1])
+    blocks = dict(re.findall(r"```python (\w+)\n(.*?)```", GUIDE, flags=re.DOTALL))
+    pytester.makepyfile(test_fault=blocks["fault"], test_versions=blocks["versions"])
     done = pytester.runpytest_subprocess(
         *("-p", "polyamp.parity.plugin", "-p", "no:cacheprovider", "-o", "filterwarnings=default"),
-        *("--polyamp-report-dir=reports", "-k", "learns or bfloat16 or fault"),
+        *("--polyamp-report-dir=reports", "-k", "learns or bfloat16 or fault or new_version"),
     )
-    done.assert_outcomes(passed=3, failed=1, deselected=1)
-    assert "polyamp: a process for each of torch (1), jax (1)" in done.stdout.str()
+    done.assert_outcomes(passed=4, failed=1, deselected=1)
+    assert "polyamp: a process for each of torch (2), jax (1)" in done.stdout.str()
     lines = [line.removeprefix("E").strip() for line in done.outlines if line.startswith("E   ")]
     shown = re.search(r"```text failure\n(.*?)```", GUIDE, flags=re.DOTALL)
     assert shown is not None

@@ -10,5 +10,5 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "guides" / "torch_step.md"
 
 def test_the_code_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], PAGE.name, "exec"), {})
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), PAGE.name, "exec"), {})
