@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -180,16 +181,21 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, package: str, *
 
 
 class _WholeNames(ast.NodeTransformer):
-    """Write the types of annotations that are public in `package` with it: two packages may have one name."""
+    """Write the types that another package has under the same name with `package` in front of them."""
 
     def __init__(self, package: str) -> None:
         self.package = package
-        self.names = {each.name.rpartition(".")[2] for each in public_names(package)}
+        others = {each for other in PACKAGES if other != package for each in _short_names(other)}
+        self.repeated = _short_names(package) & others
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """Return the name, with its package in front of it if it is one of the package's."""
-        known = node.id in self.names
-        return ast.Attribute(ast.Name(self.package), node.id) if known else node
+        """Return the name, whole if it is in two packages."""
+        return ast.Attribute(ast.Name(self.package), node.id) if node.id in self.repeated else node
+
+
+@functools.cache
+def _short_names(package: str) -> set[str]:
+    return {each.name.rpartition(".")[2] for each in public_names(package)}
 
 
 def _class_signature(home: str, node: ast.ClassDef, package: str) -> str:

@@ -130,9 +130,16 @@ def test_s17_the_scale_never_exceeds_its_ceiling(backend: Backend, harness: Harn
 def test_s17_stuck_names_the_parameters(backend: Backend, harness: Harness) -> None:
     scaler = polyamp.LossScaler(init_scale=2.0, min_scale=1.0, patience=3)
     made = recipe("mixed_float16", scaler=scaler)
+    state, step = polyamp.init(harness.mlp(layers()), made), polyamp.train_step(loss_fn, made)
     with pytest.raises(LossScaleStuckError, match=r"at its floor of 1: .* inf or NaN gradients: .*dense0") as caught:
-        train(harness, made, [batch(gain=np.nan)] * 6)
+        for _ in range(6):
+            state, _ = step(state, batch(gain=np.nan))
     error = caught.value
+    assert np.array_equal(
+        flat_weights(harness, state), flat_weights(harness, polyamp.init(harness.mlp(layers()), made))
+    )
+    _, result = step(state, batch())  # the state is not consumed
+    assert not bool(backend.to_numpy(result.skipped))
     assert [name.rpartition("/")[0][-6:] for name in error.parameters] == ["dense0", "dense0", "dense1", "dense1"]
     assert error.loss_is_finite is False
     assert error.call == "polyamp.find_nonfinite(loss_fn, state.recipe.policy, state.model, batch, loss_scale=1)"

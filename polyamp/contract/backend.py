@@ -279,6 +279,14 @@ class MonitorsSteps(Protocol):
 
 
 @runtime_checkable
+class ConsumesStates(Protocol):
+    """Optional protocol: a backend whose `train_step` may consume the arrays of the state that it is given."""
+
+    def hand_back(self, consumed: Any, state: Any) -> None:
+        """Give a consumed state the arrays of the state that its step made, because the step raises (S17)."""
+
+
+@runtime_checkable
 class DescribesStates(Protocol):
     """Optional protocol: a backend that describes its checkpoints, so `polyamp.port` reads them in other frameworks."""
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Never, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
-from polyamp.contract.backend import KeepsAverages, MonitorsSteps, State, ValueAndGrad
-from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
+from polyamp.contract.backend import ConsumesStates, KeepsAverages, MonitorsSteps, State, ValueAndGrad
+from polyamp.errors import ArgumentError, LossScaleStuckError, RecipeError, UnsupportedError
 from polyamp.recipe.policy import check_supported
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
@@ -111,6 +111,7 @@ class TrainStep:
         run, due = (self._run.get(backend.name) if self.monitor is None else None), None
         if run is None:
             run, due = self._chosen_run(state)
+        given = state
         try:
             state, result = run(state, batch)
         except Exception as error:
@@ -118,7 +119,12 @@ class TrainStep:
                 self.monitor.cancel_call()
             _add_loss_error_hints(error, self.loss_fn, [state], batch)
             raise
-        _check_stuck_scale(state, lambda: self._not_finite(state, batch))
+        try:
+            _check_stuck_scale(state, lambda: self._not_finite(state, batch))
+        except LossScaleStuckError:
+            if isinstance(backend, ConsumesStates):
+                backend.hand_back(given, state)
+            raise
         if due is not None and self.monitor is not None:
             self.monitor.end_call(state, result, due=due)
             result = result._replace(monitor=None)

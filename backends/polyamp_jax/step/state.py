@@ -126,6 +126,12 @@ class JaxState(StateDisplayMixin):
             object.__setattr__(self, "_layout", layout)
         return self
 
+    def take_arrays(self, state: JaxState) -> None:
+        """Become `state`, in this object: its own arrays were donated."""
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, getattr(state, field.name))
+        self.with_host_facts(state.lagging, state.layout)
+
     @property
     def layout(self) -> ShardingLayout | None:
         """Sharding layout of the arrays, or None on one device or if unknown. Looked up once per object."""
@@ -283,13 +289,18 @@ def export_arrays(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
         raise
 
 
+def is_donated(state: JaxState) -> bool:
+    """Whether an array of the state was donated to a step, so that it no longer exists."""
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
 def check_not_donated(state: JaxState, error: Exception | None = None) -> None:
     """Raise if the state's arrays no longer exist.
 
     Raises:
         CheckpointError: the state was donated to a step.
     """
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+    if is_donated(state):
         raise CheckpointError(
             "this state was donated to a step, so its arrays are gone. Save the state that the step returned, before "
             "the next step begins; from another thread, with train_step(..., donate=False), which keeps both."

@@ -149,3 +149,24 @@ def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
     report = found(Plain(lambda x: jnp.where(x > 1e9, jnp.sqrt(x - x), x)), loss_scale=1.0)
     assert (report.origin, report.module, report.finite_until) == ("backward", "first", "middle")
     assert "between first and middle: the gradient that enters middle is finite" in str(report)
+
+
+def test_the_call_in_the_message_of_a_stuck_scale_works() -> None:
+    """A compiled step consumes its state, and the error comes when the step has run."""
+    recipe = polyamp.Recipe(
+        policy="mixed_float16",
+        optimizer=polyamp.sgd(0.1),
+        scaler=polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=2),
+    )
+    batch = {"x": np.ones((4, 8), np.float32), "y": np.zeros(4, np.int32)}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return polyamp.losses.softmax_cross_entropy(model(batch["x"]) / 0.0, batch["y"])
+
+    state = polyamp.init(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    with pytest.raises(polyamp.LossScaleStuckError) as caught:
+        for _ in range(3):
+            state, _ = step(state, batch)
+    report = eval(caught.value.call, {"polyamp": polyamp, "loss_fn": loss_fn, "state": state, "batch": batch})
+    assert (report.origin, report.by_precision) == ("forward", False)
