@@ -167,7 +167,7 @@ class JaxBackend:
         rngs = random_keys(options.get("rngs"), parts.adapter)
         return states_.create_state(parts, recipe, rngs, recipe.loss_scaler.init(self.name), self)
 
-    def hand_back(self, consumed: JaxState, state: JaxState) -> None:
+    def hand_back(self, consumed: states_.JaxState, state: states_.JaxState) -> None:
         """Give a donated state the arrays of the state that its step made."""
         if states_.is_donated(consumed):
             consumed.take_arrays(state)

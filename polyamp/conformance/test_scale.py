@@ -130,21 +130,31 @@ def test_s17_the_scale_never_exceeds_its_ceiling(backend: Backend, harness: Harn
 def test_s17_stuck_names_the_parameters(backend: Backend, harness: Harness) -> None:
     scaler = polyamp.LossScaler(init_scale=2.0, min_scale=1.0, patience=3)
     made = recipe("mixed_float16", scaler=scaler)
-    state, step = polyamp.init(harness.mlp(layers()), made), polyamp.train_step(loss_fn, made)
-    with pytest.raises(LossScaleStuckError, match=r"at its floor of 1: .* inf or NaN gradients: .*dense0") as caught:
+    step, states = polyamp.train_step(loss_fn, made), [polyamp.init(harness.mlp(layers()), made)]
+
+    def loop() -> None:
         for _ in range(6):
-            state, _ = step(state, batch(gain=np.nan))
+            states.append(step(states[-1], batch(gain=np.nan))[0])
+
+    with pytest.raises(LossScaleStuckError, match=r"at its floor of 1: .* inf or NaN gradients: .*dense0") as caught:
+        loop()
     error = caught.value
-    assert np.array_equal(
-        flat_weights(harness, state), flat_weights(harness, polyamp.init(harness.mlp(layers()), made))
-    )
-    _, result = step(state, batch())  # the state is not consumed
-    assert not bool(backend.to_numpy(result.skipped))
     assert [name.rpartition("/")[0][-6:] for name in error.parameters] == ["dense0", "dense0", "dense1", "dense1"]
     assert error.loss_is_finite is False
     assert error.call == "polyamp.find_nonfinite(loss_fn, state.recipe.policy, state.model, batch, loss_scale=1)"
     assert "The loss is not finite either: the forward pass breaks. Look for" in str(error)
     assert error.call in str(error)
+
+
+def test_s17_the_state_stays_usable_when_it_is_stuck(backend: Backend, harness: Harness) -> None:
+    made = recipe("mixed_float16", scaler=polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=1))
+    state, step = polyamp.init(harness.mlp(layers()), made), polyamp.train_step(loss_fn, made)
+    with pytest.raises(LossScaleStuckError):
+        step(state, batch(gain=np.nan))
+    before = polyamp.init(harness.mlp(layers()), made)
+    assert np.array_equal(flat_weights(harness, state), flat_weights(harness, before))
+    _, result = step(state, batch())
+    assert not bool(backend.to_numpy(result.skipped))
 
 
 def test_s17_stuck_can_warn_or_be_ignored(backend: Backend, harness: Harness) -> None:

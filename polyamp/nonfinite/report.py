@@ -77,9 +77,9 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         where = f"before {self.module or 'the loss'}" if self.between else f"in {self.module or 'the loss function'}"
         if self.finite_until:
             where = (
-                f"between {self.module} and {self.finite_until}: the gradient that enters {self.finite_until} is finite, "
-                f"the one that reaches the output of {self.module} is not. An untaken branch of a where, or the slope of "
-                "a root or a logarithm at 0, is the usual reason"
+                f"between {self.module} and {self.finite_until}: the gradient that enters {self.finite_until} is "
+                f"finite, the one that reaches the output of {self.module} is not. The slope of a root or a logarithm "
+                "at 0, or an untaken branch of a where, is the usual reason"
             )
         lines = [f"The first value that is not finite arises in the {self.origin} pass, {where}."]
         if self.operation:
@@ -102,8 +102,8 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
                 lines.append(f"Keep it in float32: {override}; polyamp.diagnose finds all such modules.")
         elif self.own_cast:
             lines.append(
-                f"The program itself computes in {self.own_cast} there, under any policy, so float32 was not tried. Take "
-                "that cast away, and call this again."
+                f"The program itself computes in {self.own_cast} there, under any policy, so float32 was not tried. "
+                "Take that cast away, and call this again."
             )
         elif self.by_precision is not None:
             lines.append("In float32 the same pass is not finite either: it is no matter of precision.")
