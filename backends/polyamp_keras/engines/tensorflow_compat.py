@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.eager.record import stop_recording as stop_recording
 
 EagerTensor: Final[Any] = tf.__internal__.EagerTensor
 """Class of tensors that have a value; `tf.Tensor` also covers symbolic tensors of a graph."""
