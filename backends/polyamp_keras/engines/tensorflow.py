@@ -15,7 +15,7 @@ from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_keras.arrays import at_least_float32, is_floating
 from polyamp_keras.compat import split_names
-from polyamp_keras.engines.tensorflow_compat import EagerTensor, report_operations, stop_recording
+from polyamp_keras.engines.tensorflow_compat import EagerTensor, is_in_while_loop, report_operations, stop_recording
 from polyamp_keras.engines.tensorflow_kernels import kernel_update as kernel_update
 
 FRAMEWORK: Final = "TensorFlow"
@@ -105,6 +105,7 @@ def custom_vjp(
         anchors = _anchor(x), _anchor(w)
         with stop_recording():
             result, residuals = forward(x, w)
+            residuals = _stackable(residuals) if is_in_while_loop() else residuals
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
         def gradients(g: Any, *_: Any) -> Any:
@@ -114,6 +115,12 @@ def custom_vjp(
         return result, lambda g: gradients(g, *anchors)
 
     return product(x, w)
+
+
+def _stackable(residuals: Any) -> list[Any]:
+    """Return tensors that a loop can stack for its backward pass: TensorFlow has no kernel that stacks 8-bit floats.
+    bfloat16 has all of their numbers."""
+    return [tf.cast(each, tf.bfloat16) if each.dtype.name.startswith("float8") else each for each in residuals]
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped

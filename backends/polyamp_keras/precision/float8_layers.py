@@ -63,23 +63,26 @@ def with_heads(plan: ResolvedPolicy, names: Mapping[str, tuple[str, ...]]) -> Re
     return ResolvedPolicy(plan.policy, heads | dict(plan.overridden))
 
 
-def product_reason(layer: Any, path: str, plan: ResolvedPolicy) -> str | None:
+def product_reason(layer: Any, path: str, plan: ResolvedPolicy, *, in_cell: bool) -> str | None:
     """Return why a dense layer that computes in the policy's compute dtype has its product in 8 bits or not.
 
     Args:
         layer: a layer.
         path: its path.
         plan: the policy, with heads.
+        in_cell: whether it is in the cell of a recurrent layer.
 
     Returns:
-        "float8", "compute (head)", "compute (own call)", "compute (no parameter)", "compute (batch axes)" or "compute
-        (size)"; None for a layer that is not dense, and for an override with a dtype.
+        "float8", "compute (head)", "compute (recurrent cell)", "compute (own call)", "compute (no parameter)", "compute
+        (batch axes)" or "compute (size)"; None for a layer that is not dense, and for an override with a dtype.
     """
     place = plan.at(path)
     if not isinstance(layer, _DENSE) or not layer.built:
         return None
     if place.float8 is None:
         return "compute (head)"
+    if in_cell:
+        return "compute (recurrent cell)"
     if type(layer).call not in (keras.layers.Dense.call, keras.layers.EinsumDense.call):
         return "compute (own call)"
     if layer.lora_enabled:  # the kernel is a sum of parameters

@@ -20,7 +20,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.compat import constructor_arguments, inbound_nodes, is_keras_code, keras_history
 from polyamp_keras.engine import ENGINE
-from polyamp_keras.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers
+from polyamp_keras.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers, recurrent_cells
 from polyamp_keras.precision.float8_layers import product_reason, with_heads
 from polyamp_keras.precision.float32_layer_losses import has_add_loss_call
 from polyamp_keras.precision.functional_graph import is_gather, is_inner_product, is_multiplication, logarithm_sources
@@ -134,10 +134,12 @@ def _float8_reasons(found: list[LayerEntry], choices: dict[int, LayerDtype], pla
     if plan.policy.float8 is None:
         return list(choices.values())
     plan = with_heads(plan, layer_path_aliases(found))
+    cells = {id(part.layer) for each in found for part in recurrent_cells(each.layer)}
     chosen = []
     for choice in choices.values():
         is_open = choice.why == "compute" or (choice.why == "override" and plan.at(choice.path).float8 is not None)
-        reason = product_reason(choice.target, choice.path, plan) if is_open else None
+        in_cell = id(choice.target) in cells
+        reason = product_reason(choice.target, choice.path, plan, in_cell=in_cell) if is_open else None
         chosen.append(choice if reason is None else choice._replace(why=reason))
     return chosen
 

@@ -166,6 +166,23 @@ def test_s36_attention_has_its_projections_in_8_bits() -> None:
     )
 
 
+def test_s36_a_dense_layer_in_a_recurrent_cell_stays_in_16_bits() -> None:
+    class Cell(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state_size, self.dense = 16, keras.layers.Dense(16, name="dense")
+
+        def build(self, shape: Any) -> None:
+            self.dense.build(shape)
+
+        def call(self, inputs: Any, states: Any) -> Any:
+            out = self.dense(inputs) + states[0]
+            return out, [out]
+
+    found = reasons(keras.Sequential([keras.Input((3, 16)), keras.layers.RNN(Cell())]))
+    assert [why for path, why in found.items() if path.endswith("/dense")] == ["compute (recurrent cell)"]
+
+
 def test_s36_a_layer_without_products_in_8_bits_has_bfloat16s_bits() -> None:
     x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
     outputs = {}

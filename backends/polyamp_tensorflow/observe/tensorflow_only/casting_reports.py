@@ -22,7 +22,7 @@ from polyamp.recipe.overrides import deciding_glob
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp_keras.models.layers import is_layer
+from polyamp_keras.models.layers import is_layer, list_layers
 from polyamp_keras.precision.float8_layers import PRODUCT_REASONS
 from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
 from polyamp_keras.precision.policy_application import without_policies
@@ -30,6 +30,7 @@ from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
 from polyamp_tensorflow.observe.tensorflow_only.backward_graph import record_backward
+from polyamp_tensorflow.porting.inventory import read_keras_model
 
 _STYLE: Final = re.compile(r"\x1b\[\d*m")
 """Escape sequences with which Keras prints errors in bold."""
@@ -64,7 +65,8 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
         state = backend.init(twin, recipe)
         capture.capture_pass(state, loss_fn, batch, _ignore, recorder)
-        choices = {each.path: each for each in choose_layer_dtypes(twin, state.plan)}
+        paths = {id(each.layer): each.stable_path for each in list_layers(twin)} | dict(read_keras_model(twin).paths)
+        choices = {paths.get(id(each.target)): each for each in choose_layer_dtypes(twin, state.plan)}
         notes = [] if alone else _record_backward(state, loss_fn, batch, recorder)
     rows = [row._replace(rule=_rule(row, policy, choices.get(row.module))) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
