@@ -38,6 +38,13 @@ class KerasEngine(Protocol):
     def gather_in_float32(self, call: Callable[..., Any], x: Any, args: Any, kwargs: Any, /) -> Any:
         """Return the result of a gather of a 16-bit `x`, whose gradient is summed in float32 and rounded once."""
 
+    def bitcast(self, x: Any, dtype: str, /) -> Any:
+        """Return the bits of a tensor as another dtype of the same size."""
+
+    def custom_vjp(self, forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any, /) -> Any:
+        """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`. A
+        gradient of the gradients raises."""
+
     def integer_casts(self, given: Sequence[Any], /) -> AbstractContextManager[list[str]]:
         """Return a context manager that records the integer dtypes to which operations cast these tensors."""
 

@@ -57,6 +57,7 @@ class TensorFlowBackend:
     name = "tensorflow"
     monitors_steps = True
     changes_op_rules = True
+    has_float8_products = True
     xp = XP
     losses = TensorFlowLosses()
     scalar = staticmethod(conversions.scalar)

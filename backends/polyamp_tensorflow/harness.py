@@ -281,10 +281,11 @@ class KerasDigits(keras.Model):  # type: ignore[misc]  # Keras is untyped
 
 
 class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is untyped
-    """Dense layer that reports the dtype of its output."""
+    """Dense layer that reports the dtype of its output, in the place of an activation: its `call` is Keras's."""
 
     def __init__(self, layer: DenseWeights, name: str) -> None:
         super().__init__(**_settings(layer), name=name)
+        self.activation = self._report
         self.layer = layer
         self.observe: ObserveCallback | None = None
 
@@ -295,8 +296,7 @@ class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is unty
     def from_config(cls, config: dict[str, Any]) -> _ObservedDense:
         return cls(config["layer"], config["name"])
 
-    def call(self, inputs: Any, training: Any = None) -> Any:
-        result = super().call(inputs, training=training)
+    def _report(self, result: Any) -> Any:
         if self.observe is not None:
             self.observe(dtype_name(result))
         return result

@@ -24,6 +24,11 @@ SIZE_FACTOR: Final = 16
 """Sizes of a parameter's axes that a product in 8 bits accepts are multiples of it, as in tensor cores."""
 HEAD_NAMES: Final = frozenset({"head", "lm_head", "output", "logits", "classifier", "predictions"})
 """Last path segments of modules that stay in the compute dtype, unless an override says "float8"."""
+SECOND_DERIVATIVES: Final = (
+    "float8: gradients of a product in 8 bits have no gradients of their own, as a gradient penalty needs. Keep the "
+    "modules that are differentiated twice in bfloat16: Policy('mixed_float8', overrides={'critic/**': 'bfloat16'})."
+)
+"""Message of the error in a gradient of the gradients."""
 _REFUSED_SCALINGS: Final = {
     "delayed": "it scales by the largest values of earlier steps, so that a step depends on its history, and values "
     "that grow are cut",

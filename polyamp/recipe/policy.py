@@ -379,7 +379,7 @@ def check_supported(backend: Any, policy: Policy) -> Any:
     """
     if policy.float8 is not None and not hasattr(backend, "has_float8_products"):
         raise UnsupportedError(
-            f"the {backend.name} backend of this version has no products in 8 bits (S36); torch's and JAX's have. "
+            f"the {backend.name} backend of this version has no products in 8 bits (S36). "
             "Use Policy('mixed_bfloat16') here."
         )
     if policy.op_rules and not hasattr(backend, "changes_op_rules"):

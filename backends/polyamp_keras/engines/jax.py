@@ -13,6 +13,7 @@ import keras
 
 from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp_keras.compat import is_nnx_enabled, set_fit_state
 
 FRAMEWORK: Final = "JAX"
@@ -52,6 +53,30 @@ def gather_in_float32(call: Callable[..., Any], x: Any, args: Any, kwargs: Any) 
     """Return the result of a gather of a 16-bit `x`, whose gradient is summed in float32 and rounded once. A gather
     computes nothing, so that its result in float32 has the same numbers."""
     return call(x.astype(jnp.float32), *args, **kwargs).astype(x.dtype)
+
+
+def bitcast(x: Any, dtype: str) -> Any:
+    """Return the bits of an array as another dtype of the same size."""
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def custom_vjp(
+    forward: Callable[[Any, Any], tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any
+) -> Any:
+    """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`.
+
+    Raises:
+        UnsupportedError: in a gradient of the gradients.
+    """
+    gradients = jax.custom_vjp(backward)
+    gradients.defvjp(lambda residuals, g: (backward(residuals, g), None), _refuse_second_derivatives)
+    product = jax.custom_vjp(lambda x, w: forward(x, w)[0])
+    product.defvjp(forward, gradients)
+    return product(x, w)
+
+
+def _refuse_second_derivatives(*_: Any) -> Any:
+    raise UnsupportedError(SECOND_DERIVATIVES)
 
 
 @contextlib.contextmanager

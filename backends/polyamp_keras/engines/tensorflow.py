@@ -9,11 +9,13 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.array_namespace import array_namespace
+from polyamp.errors import UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
+from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_keras.arrays import at_least_float32, is_floating
 from polyamp_keras.compat import split_names
-from polyamp_keras.engines.tensorflow_compat import EagerTensor, report_operations
+from polyamp_keras.engines.tensorflow_compat import EagerTensor, is_in_while_loop, report_operations, stop_recording
 from polyamp_keras.engines.tensorflow_kernels import kernel_update as kernel_update
 
 FRAMEWORK: Final = "TensorFlow"
@@ -79,6 +81,56 @@ def gather_in_float32(call: Callable[..., Any], x: Any, args: Any, kwargs: Any) 
         return call(x, *args, **kwargs), gradient
 
     return gather(x)
+
+
+def bitcast(x: Any, dtype: str) -> Any:
+    """Return the bits of a tensor as another dtype of the same size."""
+    return tf.bitcast(x, dtype)
+
+
+def custom_vjp(
+    forward: Callable[[Any, Any], tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any
+) -> Any:
+    """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`.
+
+    The tape sees none of their operations, of which it would keep the operands. The gradients depend on x and w by
+    scalars, so that gradients of them are refused and not absent.
+
+    Raises:
+        UnsupportedError: in a gradient of the gradients.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
+    def product(x: Any, w: Any) -> Any:
+        anchors = _anchor(x), _anchor(w)
+        with stop_recording():
+            result, residuals = forward(x, w)
+            residuals = _stackable(residuals) if is_in_while_loop() else residuals
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
+        def gradients(g: Any, *_: Any) -> Any:
+            with stop_recording():
+                return backward(residuals, g), _refuse_second_derivatives
+
+        return result, lambda g: gradients(g, *anchors)
+
+    return product(x, w)
+
+
+def _stackable(residuals: Any) -> list[Any]:
+    """Return tensors that a loop can stack for its backward pass: TensorFlow has no kernel that stacks 8-bit floats.
+    bfloat16 has all of their numbers."""
+    return [tf.cast(each, tf.bfloat16) if each.dtype.name.startswith("float8") else each for each in residuals]
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
+def _anchor(x: Any) -> Any:
+    """Return a scalar that depends on x."""
+    return tf.zeros((), x.dtype), _refuse_second_derivatives
+
+
+def _refuse_second_derivatives(*_: Any) -> Any:
+    raise UnsupportedError(SECOND_DERIVATIVES)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.eager.record import stop_recording as stop_recording
+from tensorflow.python.ops.control_flow_util_v2 import in_while_loop_defun
 
 EagerTensor: Final[Any] = tf.__internal__.EagerTensor
 """Class of tensors that have a value; `tf.Tensor` also covers symbolic tensors of a graph."""
+
+
+def is_in_while_loop() -> bool:
+    """Return whether operations are traced into the body of a `tf.while_loop`, or into a function that it calls."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and not in_while_loop_defun(graph):
+        graph = getattr(graph, "outer_graph", None)
+    return graph is not None
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 
 from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_keras.engines.torch_compat import foreach_divide, foreach_norm
 
@@ -48,6 +49,39 @@ def gather_in_float32(call: Callable[..., Any], x: Any, args: Any, kwargs: Any) 
     """Return the result of a gather of a 16-bit `x`, whose gradient is summed in float32 and rounded once. A gather
     computes nothing, so that its result in float32 has the same numbers."""
     return call(x.to(torch.float32), *args, **kwargs).to(x.dtype)
+
+
+def bitcast(x: Any, dtype: str) -> Any:
+    """Return the bits of a tensor as another dtype of the same size."""
+    return x.view(getattr(torch, dtype))
+
+
+def custom_vjp(
+    forward: Callable[[Any, Any], tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any
+) -> Any:
+    """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`.
+
+    Raises:
+        UnsupportedError: in a backward pass that makes a graph, for gradients of the gradients.
+    """
+    return _CustomVjp.apply(forward, backward, x, w)  # type: ignore[no-untyped-call]  # torch does not annotate apply
+
+
+class _CustomVjp(torch.autograd.Function):
+    """Function of two tensors with given gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any) -> Any:
+        result, residuals = forward(x, w)
+        ctx.save_for_backward(*residuals)
+        ctx.gradients = backward
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(SECOND_DERIVATIVES)
+        return None, None, *ctx.gradients(ctx.saved_tensors, g)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,12 @@ import keras
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
-from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy, module_precision
 from polyamp_keras.compat import layer_classes
 from polyamp_keras.interrupts import close_stale_blocks
 from polyamp_keras.models.keras_serialization import ModelSetting, add_setting, remove_setting
 from polyamp_keras.models.layers import is_built, is_layer
+from polyamp_keras.precision.float8_layers import check_float8, refuse_float8
 from polyamp_keras.precision.keras_policies import keras_policy, policy_map
 from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes, resolve_layer_policy
 from polyamp_keras.precision.op_rules import check_op_rules, refuse_op_rules
@@ -45,7 +46,7 @@ def dtype_policy(policy: Policy | str) -> Any:
             one dtype.
 
     Raises:
-        UnsupportedError: Keras has no policy with these dtypes, or the policy has `op_rules`.
+        UnsupportedError: Keras has no policy with these dtypes, or the policy has `op_rules` or products in 8 bits.
 
     Example:
         >>> import polyamp
@@ -58,6 +59,7 @@ def dtype_policy(policy: Policy | str) -> Any:
     """
     policy = Policy.of(policy)
     refuse_op_rules(policy, "a keras.DTypePolicy; use apply_policy(model, policy)")
+    refuse_float8(policy, "a keras.DTypePolicy, which has one dtype; use apply_policy(model, policy)")
     return policy_map(policy) if policy.overrides else keras_policy(policy.param, policy.compute)
 
 
@@ -208,13 +210,15 @@ def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> App
 
 
 def check_keras_dtypes(policy: Policy) -> None:
-    """Raise for a policy with dtypes or rules that Keras cannot follow.
+    """Raise for a policy with dtypes, rules or products that Keras cannot follow.
 
     Raises:
-        UnsupportedError: dtypes without a Keras policy, or `op_rules` for what a layer computes inside.
+        UnsupportedError: dtypes without a Keras policy, `op_rules` for what a layer computes inside, or products in 8
+            bits that are not emulated.
     """
     check_op_rules(policy)
-    for compute in (policy.compute, *policy.overrides.values()):
+    check_float8(policy)
+    for compute in {module_precision(policy, named).dtype for named in (None, *policy.overrides.values())}:
         keras_policy(policy.param, compute)
 
 

@@ -20,7 +20,8 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.compat import constructor_arguments, inbound_nodes, is_keras_code, keras_history
 from polyamp_keras.engine import ENGINE
-from polyamp_keras.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers
+from polyamp_keras.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers, recurrent_cells
+from polyamp_keras.precision.float8_layers import product_reason, with_heads
 from polyamp_keras.precision.float32_layer_losses import has_add_loss_call
 from polyamp_keras.precision.functional_graph import is_gather, is_inner_product, is_multiplication, logarithm_sources
 from polyamp_keras.precision.keras_policies import own_policy
@@ -46,7 +47,8 @@ class LayerDtype(NamedTuple):
         dtype: the compute dtype; None if it keeps its own policy.
         why: the reason: "compute", "override", "given" (to its constructor), "quantized", "not floating", "float64"
             (S2), "op_rules", "head", "sensitive", "loss" (its code adds one), "constants", "contains" (a functional or
-            sequential model), "inner" (a wrapper follows its layer), "product" or "gather" (of an operation).
+            sequential model), "inner" (a wrapper follows its layer), "product" or "gather" (of an operation); under a
+            policy with products in 8 bits those of `float8_layers.product_reason`.
         parent: the layer that calls it, unless that is a functional or sequential model; else None.
     """
 
@@ -124,7 +126,22 @@ def choose_layer_dtypes(model: Any, plan: ResolvedPolicy, *, heads: bool = False
     for module in reversed(found):
         _follow_wrapped_layer(module.layer, choices)
     operations = [choice for module in found for choice in _operation_dtypes(module, plan, giving_output, feeding)]
-    return [*choices.values(), *operations]
+    return [*_float8_reasons(found, choices, plan), *operations]
+
+
+def _float8_reasons(found: list[LayerEntry], choices: dict[int, LayerDtype], plan: ResolvedPolicy) -> list[LayerDtype]:
+    """Return the layers' choices with the reasons of products in 8 bits (S36)."""
+    if plan.policy.float8 is None:
+        return list(choices.values())
+    plan = with_heads(plan, layer_path_aliases(found))
+    cells = {id(part.layer) for each in found for part in recurrent_cells(each.layer)}
+    chosen = []
+    for choice in choices.values():
+        is_open = choice.why == "compute" or (choice.why == "override" and plan.at(choice.path).float8 is not None)
+        in_cell = id(choice.target) in cells
+        reason = product_reason(choice.target, choice.path, plan, in_cell=in_cell) if is_open else None
+        chosen.append(choice if reason is None else choice._replace(why=reason))
+    return chosen
 
 
 def _logarithm_sources(found: list[LayerEntry]) -> set[int]:
@@ -148,7 +165,7 @@ def _layer_dtype(
         return (None, "given") if given else (plan.param, "contains")
     named = plan.at(module.path).named
     if named is not None:
-        return named, "override"
+        return plan.at(module.path).dtype, "override"
     if (above is not None and above.why == "given") or _has_explicit_dtype(layer, plan):
         return None, "given"
     ruled = ruled_dtype(layer, plan) or (above.dtype if above is not None and above.why == "op_rules" else None)
@@ -258,7 +275,7 @@ def _operation_dtypes(
     for operation, path in functional_operations(module):
         named = plan.at(path).named
         if named is not None:
-            choice = LayerDtype(operation, path, named, "override")
+            choice = LayerDtype(operation, path, plan.at(path).dtype, "override")
             yield _widen_probabilities(choice, plan) if heads.get(id(operation)) == "probabilities" else choice
         elif (ruled := ruled_dtype(operation, plan)) is not None:
             choice = LayerDtype(operation, path, ruled, "op_rules")

@@ -22,6 +22,8 @@ from polyamp_keras.compat import is_outermost
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.precision.output_casts import LOSSES_READ, cast_output, round_to_dtype
 
+FLOAT8_CALL: Final = "_polyamp_float8_call"
+"""Attribute of a layer: its own `call` with its product in 8 bits (S36), while a policy is applied."""
 _CANONICAL_DTYPES: Final = {"half": "float16", "float": "float32", "double": "float64"}
 _DTYPE_PATTERN: Final = r"\b(float16|bfloat16|float32|float64|half|float|double)\b"
 _BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -35,6 +37,15 @@ def copy_signature(method: Callable[..., Any], stand_in: Callable[..., Any]) -> 
     function = getattr(method, "python_function", method)  # a `tf.function` itself has no signature
     stand_in.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # functions take any attribute
     return stand_in
+
+
+def late_call(layer: Any) -> Callable[..., Any]:
+    """Return a layer's `call` for a stand-in that is put on before a policy: it has the policy's products in 8 bits,
+    which replace the layer's own `call`, below the stand-in."""
+    call: Callable[..., Any] = layer.call
+    if FLOAT8_CALL in vars(layer):
+        return call
+    return copy_signature(call, lambda *args, **kwargs: vars(layer).get(FLOAT8_CALL, call)(*args, **kwargs))
 
 
 def round_result(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:

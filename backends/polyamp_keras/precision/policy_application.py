@@ -4,6 +4,7 @@ A layer's compute dtype is set by its Keras `dtype_policy`. Replacements of the 
 
 - casts of a layer's result inside a layer with its own `call`, where TensorFlow's operators refuse mixed dtypes;
 - the softmax inside an attention layer;
+- the product of a dense layer in 8 bits;
 - operations of a functional model;
 - the dtype of the model's output and of regularization losses.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -34,6 +36,8 @@ from polyamp_keras.compat import (
     set_layer_policy,
 )
 from polyamp_keras.models.layers import is_container, is_layer, list_layers
+from polyamp_keras.precision.float8_layers import FLOAT8
+from polyamp_keras.precision.float8_products import float8_call
 from polyamp_keras.precision.float32_layer_losses import (
     check_scalar_results,
     float32_regularizer,
@@ -45,6 +49,7 @@ from polyamp_keras.precision.integer_inputs import integer_input_policy, mark_in
 from polyamp_keras.precision.keras_policies import POLICY_STACK, is_quantized, keras_policy, own_policy
 from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
 from polyamp_keras.precision.layer_method_wrappers import (
+    FLOAT8_CALL,
     apply_scores,
     cast_inputs,
     cast_result_to_output,
@@ -58,7 +63,15 @@ from polyamp_keras.precision.op_list import SENSITIVE_LAYERS
 
 CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 """Attributes of a model with the functions that Keras made for `fit`, `evaluate` and `predict`."""
-_REPLACED_METHODS: Final = ("call", "add_loss", APPLY_SCORES, CALCULATE_SCORES, CONVERT_INPUTS, ADJUST_RANK)
+_REPLACED_METHODS: Final = (
+    "call",
+    FLOAT8_CALL,
+    "add_loss",
+    APPLY_SCORES,
+    CALCULATE_SCORES,
+    CONVERT_INPUTS,
+    ADJUST_RANK,
+)
 _STEP_METHODS: Final = ("train_step", "test_step", "compute_loss")
 _REGULARIZER: Final = "activity_regularizer"
 _LOCK: Final = threading.RLock()
@@ -157,6 +170,10 @@ class PolicyApplication:
         methods = {"add_loss": _float32_add_loss(choice, refuses=refuses)}
         if gathers:
             methods["call"] = call
+        if choice.why == FLOAT8:
+            methods[FLOAT8_CALL] = made = float8_call(target, plan.policy.float8)
+            if inspect.ismethod(call):  # else it is a stand-in with `late_call`
+                methods["call"] = call = made
         if plan.narrow:
             checked = refuse_narrow_ids(call, target, choice.path)
             if checked is not None:

@@ -18,7 +18,7 @@ from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.rules import operation_families as families
 from polyamp_keras.compat import layer_classes, split_names
 from polyamp_keras.engines.tensorflow_compat import report_operations
-from polyamp_keras.precision.layer_method_wrappers import copy_signature
+from polyamp_keras.precision.layer_method_wrappers import copy_signature, late_call
 from polyamp_keras.precision.op_list import SENSITIVE
 
 _PRODUCTS: Final[Mapping[str, str]] = {
@@ -96,7 +96,7 @@ class OpDtypeRecorder:
 
     def wrap_call(self, layer: Any, path: str) -> Callable[..., Any]:
         """Return a layer's `call`, wrapped to mark the layer as the running one."""
-        call: Callable[..., Any] = layer.call
+        call = late_call(layer)
         if not self._enabled:
             return call
         family = "follow" if _has_own_call(layer) else _family(layer)

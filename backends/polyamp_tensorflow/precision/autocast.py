@@ -22,6 +22,7 @@ from polyamp_keras.engine import ENGINE
 from polyamp_keras.interrupts import EnsureUndo, close_stale_blocks
 from polyamp_keras.models.layers import is_built, is_layer
 from polyamp_keras.precision import apply_policy
+from polyamp_keras.precision.float8_layers import refuse_float8
 from polyamp_keras.precision.op_rules import refuse_op_rules
 from polyamp_keras.precision.output_casts import cast_output
 from polyamp_keras.precision.policy_application import PolicyApplication
@@ -75,6 +76,7 @@ def resolve_policy(model: Any, policy: Policy) -> ResolvedPolicy:
         return apply_policy.resolve_policy(model, policy)
     apply_policy.check_keras_dtypes(policy)
     refuse_op_rules(policy, type(model).__qualname__)
+    refuse_float8(policy, type(model).__qualname__)
     plan = policy.plan()
     check_castable(model, plan)
     return plan
@@ -97,6 +99,7 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
     plan = policy.plan()
     if not is_layer(target):
         refuse_op_rules(policy, getattr(target, "__qualname__", type(target).__qualname__))
+        refuse_float8(policy, getattr(target, "__qualname__", type(target).__qualname__))
     if is_layer(target):
         plan = resolve_policy(target, policy)
     elif policy.mode == "autocast" or policy.overrides:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from polyamp.results import LossFunction
 from polyamp_keras.models.layers import LayerEntry, list_layers, recurrent_cells, replace_calls
-from polyamp_keras.precision.layer_method_wrappers import copy_signature
+from polyamp_keras.precision.layer_method_wrappers import copy_signature, late_call
 from polyamp_tensorflow.arrays import to_tensors
 from polyamp_tensorflow.compat import callee_graph
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
@@ -41,7 +41,7 @@ def record_backward(state: Any, loss_fn: LossFunction, batch: Any, recorder: OpD
     named = read_keras_model(state.model).paths
 
     def scoped(module: LayerEntry) -> tuple[Any, Callable[..., Any]]:
-        scope, call = f"polyamp.layer{len(paths)}/", module.layer.call
+        scope, call = f"polyamp.layer{len(paths)}/", late_call(module.layer)
         paths.append(named.get(id(module.layer), module.stable_path))
 
         def called(*args: Any, **kwargs: Any) -> Any:

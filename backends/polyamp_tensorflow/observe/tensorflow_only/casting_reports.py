@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 import keras
@@ -23,13 +22,15 @@ from polyamp.recipe.overrides import deciding_glob
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp_keras.models.layers import is_layer
-from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes
+from polyamp_keras.models.layers import is_layer, list_layers
+from polyamp_keras.precision.float8_layers import PRODUCT_REASONS
+from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
 from polyamp_keras.precision.policy_application import without_policies
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, operation_family
 from polyamp_tensorflow.observe.tensorflow_only.backward_graph import record_backward
+from polyamp_tensorflow.porting.inventory import read_keras_model
 
 _STYLE: Final = re.compile(r"\x1b\[\d*m")
 """Escape sequences with which Keras prints errors in bold."""
@@ -64,9 +65,10 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
         state = backend.init(twin, recipe)
         capture.capture_pass(state, loss_fn, batch, _ignore, recorder)
-        ruled = {each.path: each.dtype for each in choose_layer_dtypes(twin, state.plan) if each.why == "op_rules"}
+        paths = {id(each.layer): each.stable_path for each in list_layers(twin)} | dict(read_keras_model(twin).paths)
+        choices = {paths.get(id(each.target)): each for each in choose_layer_dtypes(twin, state.plan)}
         notes = [] if alone else _record_backward(state, loss_fn, batch, recorder)
-    rows = [row._replace(rule=_rule(row, policy, ruled)) for row in recorder.rows()]
+    rows = [row._replace(rule=_rule(row, policy, choices.get(row.module))) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
     return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows}, notes)
 
@@ -89,16 +91,19 @@ def _record_backward(state: Any, loss_fn: Any, batch: Any, recorder: OpDtypeReco
     return []
 
 
-def _rule(row: OperationCount, policy: Policy, ruled: Mapping[str, str | None]) -> str:
-    """Return the rule of a row in the words of `OperationCount`; `ruled` has the layers that `op_rules` cover."""
+def _rule(row: OperationCount, policy: Policy, choice: LayerDtype | None) -> str:
+    """Return the rule of a row in the words of `OperationCount`; `choice` is that of the layer, if it has one."""
+    why = "" if choice is None else choice.why
+    if row.rule == "compute" and why.startswith(PRODUCT_REASONS):
+        return why
     if row.module and deciding_glob(policy.overrides, row.module) is not None:
         return "override"
     if policy.compute not in HALF_DTYPES:
         return "off"
     if row.direction == "backward":
         return "follow"
-    if row.module in ruled:
-        return f"{'float32' if ruled[row.module] == 'float32' else 'compute'} (op_rules)"
+    if choice is not None and why == "op_rules":
+        return f"{'float32' if choice.dtype == 'float32' else 'compute'} (op_rules)"
     if row.rule == "compute":
         return "compute" if row.dtype == policy.compute else "compute (uncast)"
     if row.rule == "follow":
