@@ -1,4 +1,4 @@
-"""Times of products in bfloat16 and in 8 bits: `ProductTime`, and `measure_product`, which measures one shape."""
+"""Times of products in bfloat16 and in 8 bits: of one shape (`measure_product`), and what a device has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from polyamp.doctor.fastest_times import TimingLimits, fastest_times
 from polyamp.doctor.float8_probe import Float8Probe, ProductShape
+from polyamp.doctor.measurements import Verdict
 from polyamp.recipe.float8 import Float8
 
 _CPU_LIMITS: Final = TimingLimits(sample=0.001, budget=0.1)
@@ -39,6 +40,32 @@ class ProductTime(msgspec.Struct, frozen=True, kw_only=True):
     def speed(self) -> float:
         """Speed in 8 bits relative to bfloat16: below 1.0 the product is slower in 8 bits."""
         return self.bfloat16_ms / self.float8_ms
+
+
+class Float8Capability(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy "mixed_float8" is on a device.
+
+    Attributes:
+        verdict: "native": the device multiplies 8-bit floats; "emulated": it does not, and the times are of the same
+            numbers multiplied in float32; "fails": a product does not run; "missing": the backend has none.
+        problem: why it fails or is missing; else None.
+        compiled: whether compiled products were measured.
+        times: of each shape that runs, from small to large.
+    """
+
+    verdict: Verdict
+    problem: str | None = None
+    compiled: bool = False
+    times: list[ProductTime] = msgspec.field(default_factory=list)
+
+    def summary(self) -> str:
+        """Return what the times say, as a sentence."""
+        if self.problem is not None:
+            return self.problem
+        if self.verdict == "emulated":
+            return "this device multiplies no 8-bit floats: Float8(emulate=True) shows the numbers, and gains no speed"
+        faster = [str(each.shape) for each in self.times if each.speed > 1.0]
+        return f"faster than bfloat16 at {', '.join(faster)}" if faster else "no shape is faster than bfloat16"
 
 
 def limits_of(kind: str) -> TimingLimits:
