@@ -9,7 +9,7 @@ from typing import Final
 from polyamp.doctor.device_measurement import problem_text
 from polyamp.doctor.fastest_times import TimingLimits
 from polyamp.doctor.float8_probe import Float8Probe, ProductShape
-from polyamp.doctor.float8_times import Float8Capability, limits_of, measure_product
+from polyamp.doctor.float8_times import Float8Capability, ProductTime, limits_of, measure_product
 from polyamp.doctor.probe import ProbeDevice
 from polyamp.recipe.float8 import Float8
 
@@ -43,7 +43,8 @@ def measure_float8(
     """
     on_cpu = device.kind == "cpu"
     native = probe.multiplies_float8(device.name)
-    float8, times = Float8(emulate=not native), []
+    float8 = Float8(emulate=not native)
+    times: list[ProductTime] = []
     compiled = native or probe.always_compiles
     for shape in shapes or (_CPU_SHAPES if on_cpu else _ACCELERATOR_SHAPES):
         try:

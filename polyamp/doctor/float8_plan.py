@@ -65,10 +65,9 @@ def float8_plan(
             f"policy must have products in 8 bits. Received: {chosen_policy}. Use Policy('mixed_float8')."
         )
     chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
+    name = chosen.name
     if not isinstance(chosen, HasFloat8Probe) or not isinstance(chosen, HasCapabilityProbe):
-        raise UnsupportedError(
-            f"float8_plan: the {chosen.name} backend of this version measures no products in 8 bits."
-        )
+        raise UnsupportedError(f"float8_plan: the {name} backend of this version measures no products in 8 bits.")
     probe = chosen.float8_probe
     found = probe.products(target, chosen_policy, *inputs)
     unlisted = ProbeDevice(found.device, found.device.partition(":")[0], found.device)
@@ -79,7 +78,7 @@ def float8_plan(
         for shape in dict.fromkeys(product.shape for product in found.products)
     }
     return Float8PlanReport(
-        backend=chosen.name,
+        backend=name,
         policy=str(chosen_policy),
         device=device.name,
         device_label=device.label,

@@ -64,6 +64,7 @@ def _repeat(function: Callable[[Any, Any], Any], x: Any, w: Any, cotangent: Any)
     def run(count: int) -> None:
         for _ in range(count):
             last = products(x, w, cotangent)
-        jax.block_until_ready(last)
+        for result in jax.tree.leaves(last):
+            result.block_until_ready()
 
     return run
