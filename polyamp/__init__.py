@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.diagnose import diagnose
     from polyamp.doctor.capabilities import capabilities
     from polyamp.doctor.device_capabilities import Capabilities
+    from polyamp.doctor.float8_plan import float8_plan
     from polyamp.errors import (
         ArgumentError,
         BackendError,
@@ -76,6 +77,7 @@ _EXPORTS = {
     "diagnosis.diagnose": ("diagnose",),
     "doctor.capabilities": ("capabilities",),
     "doctor.device_capabilities": ("Capabilities",),
+    "doctor.float8_plan": ("float8_plan",),
     "errors": (
         *("ArgumentError", "BackendError", "BackendNotInstalledError", "BatchError", "CheckpointError"),
         *("GradientError", "LossError", "LossScaleError", "LossScaleStuckError", "ModelError", "PolicyError"),
@@ -165,6 +167,7 @@ __all__ = [
     "dialect_report",
     "explain",
     "find_nonfinite",
+    "float8_plan",
     "init",
     "lint",
     "load_extra",

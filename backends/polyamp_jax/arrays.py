@@ -209,12 +209,17 @@ def check_float8_device(float8: Float8 | None) -> None:
     if float8 is None or float8.emulate:
         return
     device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "0"))
-    version = tuple(int(part) for part in capability.split(".") if part.isdigit())
-    if device.platform == "gpu" and version >= _NATIVE_CAPABILITY:
+    if multiplies_float8(device):
         return
     raise UnsupportedError(
         f"float8: this device ({device.device_kind!r}) multiplies no 8-bit floats; NVIDIA's GPUs of compute capability "
         "8.9 and later do. Use Policy('mixed_float8', float8=polyamp.Float8(emulate=True)) to compute the same 8-bit "
         "numbers' products in float32, or Policy('mixed_bfloat16')."
     )
+
+
+def multiplies_float8(device: Any) -> bool:
+    """Return whether a device multiplies 8-bit floats."""
+    capability = str(getattr(device, "compute_capability", "0"))
+    version = tuple(int(part) for part in capability.split(".") if part.isdigit())
+    return bool(device.platform == "gpu" and version >= _NATIVE_CAPABILITY)

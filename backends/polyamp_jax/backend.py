@@ -43,6 +43,7 @@ from polyamp_jax.step.refresh import refresh_state
 from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
+    from polyamp.doctor.float8_probe import Float8Probe
     from polyamp.doctor.probe import CapabilityProbe
     from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
     from polyamp.parity.trace.observer import Observer
@@ -99,6 +100,13 @@ class JaxBackend:
         from polyamp_jax.observe.capabilities import PROBE
 
         return PROBE
+
+    @property
+    def float8_probe(self) -> Float8Probe:
+        """What measures products in 8 bits; imported on first use."""
+        from polyamp_jax.observe.jax_only.float8_probe import JaxFloat8Probe
+
+        return JaxFloat8Probe(self)
 
     def native_policy(self, policy: Policy) -> Any:
         """Return a function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.

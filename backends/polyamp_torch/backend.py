@@ -39,6 +39,7 @@ from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
+    from polyamp.doctor.float8_probe import Float8Probe
     from polyamp.doctor.probe import CapabilityProbe
     from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
     from polyamp.parity.trace.observer import Observer
@@ -82,6 +83,13 @@ class TorchBackend:
         from polyamp_torch.observe.capabilities import PROBE
 
         return PROBE
+
+    @property
+    def float8_probe(self) -> Float8Probe:
+        """What measures products in 8 bits; imported on first use."""
+        from polyamp_torch.observe.torch_only.float8_probe import FLOAT8_PROBE
+
+        return FLOAT8_PROBE
 
     def info(self) -> BackendInfo:
         cuda = tuple(arrays.describe_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))

@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import typer
 
 import polyamp
-from polyamp.cli import diagnose, doctor, explain, lint, monitor, port, rules, tables
+from polyamp.cli import diagnose, doctor, explain, float8_plan, lint, monitor, port, rules, tables
 from polyamp.cli.console import exit_with_error, make_console
 from polyamp.demo import digits
 from polyamp.demo.comparison_report import DemoReport
@@ -40,6 +40,7 @@ app.command()(doctor.doctor)
 app.command()(monitor.monitor)
 app.command()(diagnose.diagnose)
 app.command()(explain.explain)
+app.command()(float8_plan.float8_plan)
 app.command()(lint.lint)
 app.command()(rules.rules)
 

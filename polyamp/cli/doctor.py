@@ -24,9 +24,12 @@ Names = Annotated[
     list[str] | None,
     typer.Option("--backend", metavar="NAME", help="A framework to measure (default: all). Repeatable."),
 ]
+Float8 = Annotated[
+    bool, typer.Option("--float8", help="Measure products in 8 bits against bfloat16 too, from small to large.")
+]
 
 
-def doctor(json: Json = False, backend: Names = None) -> None:
+def doctor(json: Json = False, backend: Names = None, float8: Float8 = False) -> None:
     """Say which frameworks work here, and measure what each dtype is on each of their devices.
 
     A matrix product, a convolution and attention run in float32, TF32, bfloat16, float16 and the float8 formats,
@@ -41,7 +44,7 @@ def doctor(json: Json = False, backend: Names = None) -> None:
     statuses = _chosen(polyamp.backends(), backend)
     usable = [name for name, status in statuses.items() if status.usable]
     with _show_progress(console) as on_event:
-        found = examine(usable, all_devices=True, on_event=on_event)
+        found = examine(usable, all_devices=True, float8=float8, on_event=on_event)
     statuses |= {name: _examined(statuses[name], each) for name, each in found.items()}
     broken = {name for name in usable if not statuses[name].usable}
     if json:

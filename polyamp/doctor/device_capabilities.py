@@ -8,6 +8,7 @@ import msgspec
 
 from polyamp.display import first_lines
 from polyamp.doctor import text_table
+from polyamp.doctor.float8_times import Float8Capability
 from polyamp.doctor.measurements import DtypeCapability, KnownTrap, Recommendation
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         dtypes: dtype -> what it is here.
         recommendation: the policy to train with.
         traps: known defects and surprises of this version on this device.
+        float8: products in 8 bits against bfloat16, if they were asked for.
         seconds: that the measurement took, without the import of the framework.
     """
 
@@ -36,6 +38,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     recommendation: Recommendation
     traps: list[KnownTrap]
     seconds: float
+    float8: Float8Capability | None = None
 
     def __str__(self) -> str:
         return text_table.render(self.print)
@@ -48,5 +51,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         label = "" if self.device_label == self.device else f" ({self.device_label})"
         text_table.print_heading(console, f"{self.backend} {self.version} on {self.device}{label}")
         text_table.print_dtypes(console, self.dtypes)
+        if self.float8 is not None:
+            text_table.print_float8(console, self.float8)
         text_table.print_recommendation(console, self.recommendation)
         text_table.print_traps(console, self.traps, f"{self.backend} {self.version}")

@@ -172,7 +172,7 @@ class _DeviceRun:
                 programs = self._probe.programs(operation, dtype, self._device.name, inputs)
                 self._first_runs(dtype, programs, forward, backward)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is what the table says of the dtype
-                problems[dtype] = _problem_text(error)
+                problems[dtype] = problem_text(error)
             self._advance()
         forward_times = fastest_times(forward, self._limits, self._clock)
         self._advance()
@@ -211,7 +211,7 @@ def _ignore_progress(done: int, total: int) -> None:
     """Ignore progress."""
 
 
-def _problem_text(error: Exception) -> str:
+def problem_text(error: Exception) -> str:
     """Return the first line of an error's message, after its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     text = f"{type(error).__name__}: {lines[0]}"

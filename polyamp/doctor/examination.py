@@ -71,6 +71,7 @@ def examine(
     *,
     device: str | None = None,
     all_devices: bool = False,
+    float8: bool = False,
     timeout: float = TIMEOUT,
     on_event: OnEvent | None = None,
     module: str = _WORKER_MODULE,
@@ -81,6 +82,7 @@ def examine(
         backends: names of registered backends.
         device: the device of each; None for the default one.
         all_devices: measure each model of device once.
+        float8: measure products in 8 bits too.
         timeout: seconds that an import, or all measurements of a backend, may take.
         on_event: called with the progress, in this thread.
         module: the workers' main program.
@@ -92,7 +94,7 @@ def examine(
         for name in backends:
             log = Path(folder, f"{name}.log")
             worker = stack.enter_context(Worker(name, sys.executable, module, log=log, output=output, reaper=reaper))
-            job = ProbeJob(backend=name, device=device, all_devices=all_devices)
+            job = ProbeJob(backend=name, device=device, all_devices=all_devices, float8=float8)
             run.start(worker, msgspec.json.encode(job) + b"\n")
         run.follow(output)
         return {name: run.found[name] for name in backends}

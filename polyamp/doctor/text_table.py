@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from polyamp.doctor.float8_times import Float8Capability
 from polyamp.doctor.measurements import (
     BASELINE,
     OPERATIONS,
@@ -57,6 +58,28 @@ def print_dtypes(console: Console, dtypes: Mapping[str, DtypeCapability]) -> Non
     console.print(table)
     for number, line in enumerate(_problem_lines(dtypes)):
         console.print(("" if number else "\n") + escape(line))
+
+
+def print_float8(console: Console, found: Float8Capability) -> None:
+    """Print what products in 8 bits are, and a line for each shape."""
+    from rich.markup import escape
+
+    style = _STYLES.get(found.verdict, "dim")
+    console.print(f"\nmixed_float8: [{style}]{found.verdict}[/]; {escape(found.summary())}")
+    if found.times:
+        how = "compiled" if found.compiled else "eager"
+        console.print(f"  {how}; milliseconds of a product and its two gradients, casts and quantization included")
+    for row in float8_rows(found):
+        console.print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, (20, 11, 11, 6), strict=True)))
+
+
+def float8_rows(found: Float8Capability) -> list[list[str]]:
+    """Return the cells of the shapes, after a heading."""
+    rows = [
+        [str(each.shape), _number_text(each.bfloat16_ms), _number_text(each.float8_ms), f"{each.speed:.2f}"]
+        for each in found.times
+    ]
+    return [["rows x inputs x out", "bfloat16 ms", "float8 ms", "speed"], *rows] if rows else []
 
 
 def print_recommendation(console: Console, recommendation: Recommendation) -> None:

@@ -14,6 +14,8 @@ import msgspec
 
 from polyamp.contract import registry
 from polyamp.doctor.device_measurement import OnProgress, measure
+from polyamp.doctor.float8_measurement import MISSING, measure_float8
+from polyamp.doctor.float8_probe import HasFloat8Probe
 from polyamp.doctor.probe import CapabilityProbe, HasCapabilityProbe, ProbeDevice
 from polyamp.doctor.worker_messages import (
     DeviceMessage,
@@ -78,6 +80,11 @@ def run(job: ProbeJob, emit: Callable[[ProbeMessage], None], wait: Callable[[], 
                 version=info.version,
                 on_progress=_reporter(device.name, emit),
             )
+            if job.float8:
+                narrow = (
+                    measure_float8(backend.float8_probe, device) if isinstance(backend, HasFloat8Probe) else MISSING
+                )
+                found = msgspec.structs.replace(found, float8=narrow)
             emit(DeviceMessage(capabilities=found))
     emit(EndMessage())
 

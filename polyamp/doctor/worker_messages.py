@@ -16,11 +16,13 @@ class ProbeJob(msgspec.Struct, frozen=True, kw_only=True):
         backend: name of the backend.
         device: a device; None for the default one.
         all_devices: measure each model of device once; then `device` is None.
+        float8: measure products in 8 bits too.
     """
 
     backend: str
     device: str | None = None
     all_devices: bool = False
+    float8: bool = False
 
 
 class ReadyMessage(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

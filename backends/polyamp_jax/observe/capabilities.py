@@ -154,8 +154,13 @@ def _precision(dtype: str) -> Any:
 
 
 def _place(array: HostArray, dtype: str, device: str) -> Any:
-    placed = next(found for found in _all_devices() if device_name(found) == device)
-    return jax.device_put(array.astype(_DTYPES[dtype]), placed)  # on the host, which needs no program of XLA's
+    # the cast is on the host, which needs no program of XLA's
+    return jax.device_put(array.astype(_DTYPES[dtype]), find_device(device))
+
+
+def find_device(name: str) -> Any:
+    """Return the device of this name."""
+    return next(found for found in _all_devices() if device_name(found) == name)
 
 
 def _all_devices() -> list[Any]:

@@ -85,13 +85,18 @@ def autocast(target: Any, policy: Policy | str, *, strict: bool = False) -> Call
 
 def explain(target: Any, policy: Policy | str, *inputs: Any, strict: bool = False) -> CastingReport:
     """Return the casting report of `target(*inputs)` without running it. Inputs may be `jax.ShapeDtypeStruct`s."""
-    recorder = Recorder()
     policy = Policy.of(policy)
+    return record_operations(target, policy, *inputs, strict=strict).report(policy)
+
+
+def record_operations(target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> Recorder:
+    """Return the record of the operations of `target(*inputs)`, which is not run."""
+    recorder = Recorder()
     if not _needs_interpreter(policy):
         raise UnsupportedError(NO_AUTOCAST_MESSAGE.format(policy=policy))
     # abstract evaluation: shapes only, nothing is computed
     jax.eval_shape(_wrap_target(target, policy, strict=strict, recorder=recorder), *inputs)
-    return recorder.report(policy)
+    return recorder
 
 
 def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | None) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from polyamp_torch.precision.op_list import (
     family_functions,
 )
 from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
+from polyamp_torch.precision.torch_only.op_rules_mode import RUNNING_RULE
 from polyamp_torch.precision.torch_only.product_classification import PLAIN_MATMULS, PRODUCT_CLASSIFIERS
 
 _COMPUTE: Final = """
@@ -37,6 +38,8 @@ tensor as_tensor arange linspace eye tril triu masked_fill where fill zero requi
 stride resolve_conj resolve_neg is_contiguous diagonal as_strided data_ptr retain_grad
 """
 """Functions that only move or create data."""
+_FLOAT8_PRODUCTS: Final = frozenset({"matmul", "scaled_mm"})
+"""Functions that multiply the 8-bit numbers, emulated and not."""
 
 
 class OpDtypeRecorder(TorchFunctionMode):
@@ -64,8 +67,12 @@ class OpDtypeRecorder(TorchFunctionMode):
                 return body(*args, **kwargs)
         result = func(*args, **kwargs)
         name, rule = _name_and_rule(func)
+        if RUNNING_RULE.word == "float8" and name not in _FLOAT8_PRODUCTS:
+            return result  # a product in 8 bits counts as one operation
         if name:
             dtype = _result_dtype(result)
+            if RUNNING_RULE.word == "float8":  # an emulated one is float32 until it is rounded (S36)
+                dtype = torch.get_autocast_dtype(result.device.type)
             if dtype is not None:
                 key = (self.modules[-1] if self.modules else "", name, dtype_name(dtype), rule)
                 self._found[key] = self._found.get(key, 0) + 1

@@ -111,7 +111,9 @@ def compare_traces(
 
 
 def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:
-    return None if phase.name != POLICY or recipe is None else (recipe.policy.compute, recipe.policy.output)
+    if phase.name != POLICY or recipe is None:
+        return None
+    return recipe.policy.compute, recipe.policy.output, recipe.policy.float8 is not None
 
 
 class _PhaseComparison:

@@ -9,6 +9,8 @@ import pytest
 
 from polyamp.contract.backend import BackendInfo
 from polyamp.doctor import worker
+from polyamp.doctor.float8_measurement import MISSING
+from polyamp.doctor.float8_times import Float8Capability
 from polyamp.doctor.probe import ProbeDevice
 from polyamp.doctor.worker_messages import DeviceMessage, EndMessage, ProbeJob, ProgressMessage, ReadyMessage
 from polyamp.errors import ArgumentError
@@ -77,3 +79,17 @@ def test_a_device_that_does_not_exist(measured: list[str]) -> None:
 def test_a_worker_whose_parent_is_gone_measures_nothing(measured: list[str]) -> None:
     assert [type(message) for message in run(wait=False)] == [ReadyMessage, EndMessage]
     assert measured == []
+
+
+def test_products_in_8_bits_are_measured_where_they_are_asked_for(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run()[2].capabilities.float8 is None
+    assert run(float8=True)[2].capabilities.float8 == MISSING
+    backend = worker.registry.get("made")
+    backend.float8_probe = "probe"
+    found = Float8Capability(verdict="emulated")
+    monkeypatch.setattr(
+        worker, "measure_float8", lambda probe, device: (probe, device) == ("probe", DEVICES[1]) and found
+    )
+    assert run(float8=True, device="cuda:1")[2].capabilities.float8 == found

@@ -193,6 +193,7 @@ def test_every_command_has_its_options_on_the_page() -> None:
         "diagnose",
         "doctor",
         "explain",
+        "float8-plan",
         "lint",
         "monitor",
         "parity",

@@ -64,8 +64,15 @@ def explain(backend: Any, target: Any, policy: Policy, *inputs: Any, strict: boo
     Raises:
         UnsupportedError: the policy does not use autocast, or with `strict`, an operation has no rule.
     """
+    return record_operations(backend, target, policy, inputs, strict=strict).report(policy)
+
+
+def record_operations(
+    backend: Any, target: Any, policy: Policy, inputs: tuple[Any, ...], *, strict: bool = False
+) -> Recorder:
+    """Return the record of the operations of `target(*inputs)`; see `explain`."""
     if not _is_loss(target, inputs):
-        return autocast.explain(target, policy, *inputs, strict=strict)
+        return autocast.record_operations(target, policy, *inputs, strict=strict)
     trace = _LossTrace(backend, target, policy, inputs, strict=strict)
     recorder = Recorder()
     forward = trace.program(recorder)
@@ -77,7 +84,7 @@ def explain(backend: Any, target: Any, policy: Policy, *inputs: Any, strict: boo
             if each.direction != "forward":
                 rule = trace.rule(each) if each.direction == "backward" else _first_rule(recorder, each)
                 recorder.operation(each.module, each.name, *each.avals, rule, each.direction)
-    return recorder.report(policy)
+    return recorder
 
 
 def explain_compiled(backend: Any, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:

@@ -8,16 +8,22 @@ from typing import Any
 
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.recipe.policy import Policy
+from polyamp_jax.precision.interpreter.float8_products import Product, sizes
 from polyamp_jax.precision.interpreter.program_value import CASTABLE_DTYPES
 from polyamp_jax.precision.op_list import operation_family
 
 
 class Recorder:
-    """Record of every operation and cast of one evaluation."""
+    """Record of every operation and cast of one evaluation.
+
+    Attributes:
+        products: products in 8 bits, by module and sizes: rows, inputs, outputs.
+    """
 
     def __init__(self) -> None:
         self._operations: Counter[tuple[str, str, str, str, str]] = Counter()
         self._casts: Counter[tuple[str, str]] = Counter()
+        self.products: Counter[tuple[str, tuple[int, int, int]]] = Counter()
 
     def operation(
         self,
@@ -27,8 +33,11 @@ class Recorder:
         results: Sequence[Any],
         rule: str,
         direction: str = "forward",
+        product: Product | None = None,
     ) -> None:
-        """Record an operation. One without floating operands or results is omitted."""
+        """Record an operation. One without floating operands or results is omitted. `product` is it in 8 bits."""
+        if product is not None:
+            self.products[module, sizes(product, operands)] += 1
         dtypes = _floats(operands) or _floats(results)
         if dtypes:
             self._operations[module, name, ", ".join(sorted(set(dtypes))), rule, direction] += 1

@@ -73,6 +73,14 @@ def find_product(
     return Product(index, (free[0], free[1]), (axes[0], axes[1]), place.float8), "float8"
 
 
+def sizes(product: Product, arrays: Sequence[Any]) -> tuple[int, int, int]:
+    """Return the rows of the activation, the contracted size, and the other size of the parameter."""
+    index = product.parameter
+    shapes = [np.shape(array) for array in arrays]
+    rows, outputs = (math.prod(shapes[at][axis] for axis in product.free[at]) for at in (1 - index, index))
+    return rows, math.prod(shapes[index][axis] for axis in product.contracted[index]), outputs
+
+
 def multiply(product: Product, arrays: Sequence[Any]) -> Any:
     """Return the result of the equation on operands in the compute dtype."""
     index = product.parameter

@@ -284,7 +284,7 @@ class Interpreter:
         bound = None if product is None else [float8_products.multiply(product, arrays)]
         out = self._bind(eqn, name, operands, arrays, chosen) if bound is None else bound
         if self.recorder is not None and name not in MOVES:
-            self.recorder.operation(self.path(scopes), name, arrays, out, reason)
+            self.recorder.operation(self.path(scopes), name, arrays, out, reason, product=product)
         traits = _result_traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")
         if traits.leaf and _keeps_every_element(eqn, name):
             return [ProgramValue(out[0], operands[0].declared, traits, recast=_recast_before(eqn, operands[0]))]

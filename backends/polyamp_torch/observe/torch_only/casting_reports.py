@@ -7,7 +7,8 @@ tensors among the inputs are copied, and the random generators are set back, so 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,11 +25,13 @@ from polyamp_torch.distributed.compat import make_module_tracker
 from polyamp_torch.observe.model_copy import copy_model
 from polyamp_torch.observe.torch_only.compiled_graphs import NOTE, GraphCounter
 from polyamp_torch.observe.torch_only.kernel_lists import kernel_rule
-from polyamp_torch.observe.torch_only.operation_counter import OperationCounter
+from polyamp_torch.observe.torch_only.operation_counter import OperationCounter, PassCounter
 from polyamp_torch.precision.autocast import backward_region, root_region, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
 from polyamp_torch.precision.torch_only.op_rules import forget_met, rule_changes, unmet_rules, unmet_text
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
+
+CounterT = TypeVar("CounterT", bound=PassCounter)
 
 
 def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, compiled: bool = False) -> CastingReport:
@@ -46,6 +49,30 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, com
     Raises:
         UnsupportedError: several models; `strict`, and an operation without a rule; torch cannot compile the call.
     """
+    counter, notes = count_operations(target, policy, inputs, OperationCounter, compiled=compiled)
+    return counter.report(policy, strict=strict, notes=[NOTE] * compiled + notes)
+
+
+def count_operations(
+    target: Any,
+    policy: Policy,
+    inputs: Sequence[Any],
+    make_counter: Callable[[ResolvedPolicy], CounterT],
+    *,
+    compiled: bool,
+) -> tuple[CounterT, list[str]]:
+    """Run `target(*inputs)` once under a policy, with a counter of its operations.
+
+    Args:
+        target, policy, inputs, compiled: as in `explain`.
+        make_counter: makes the counter, of the resolved policy.
+
+    Returns:
+        The counter, and what its report does not cover, a sentence each.
+
+    Raises:
+        UnsupportedError: several models; torch cannot compile the call.
+    """
     if isinstance(target, PolicyModule):
         target = wrapped_module(target)
     inputs = tuple(wrapped_module(each) if isinstance(each, PolicyModule) else each for each in inputs)
@@ -57,10 +84,10 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, com
         )
     with _unchanged_generators():
         if not given:
-            counter = OperationCounter(policy.plan())
+            counter = make_counter(policy.plan())
             call = wrap_function(target, policy.plan())
             _run_pass(counter, policy.plan(), call, _copied(inputs), [], "cpu", {}, compiled)
-            return counter.report(policy, strict=strict, notes=[NOTE] * compiled)
+            return counter, []
         model = copy_model(given[0])
         plan, device = resolve_policy(model, policy), module_device(model)
         bound, path = PolicyModule(model, plan, device), path_function(model)
@@ -74,18 +101,16 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, com
             with root_region(plan, device.type):
                 return target(*args)
 
-        counter, changes = OperationCounter(plan), rule_changes(plan)
+        counter, changes = make_counter(plan), rule_changes(plan)
         forget_met(changes)
         with bound.installed():  # as in the step: also while checkpoints run again
             _run_pass(counter, plan, bound_call, arguments, list(model.parameters()), device.type, paths, compiled)
-        notes, unmet = [NOTE] * compiled, unmet_rules(changes)
-        if unmet:
-            notes.append(unmet_text(unmet, "this pass"))
-        return counter.report(policy, strict=strict, notes=notes)
+        unmet = unmet_rules(changes)
+        return counter, [unmet_text(unmet, "this pass")] if unmet else []
 
 
 def _run_pass(
-    counter: OperationCounter,
+    counter: PassCounter,
     plan: ResolvedPolicy,
     call: Any,
     arguments: Any,
@@ -128,7 +153,7 @@ class _CountMode(DispatchMode):  # type: ignore[misc]  # torch does not annotate
         modules: path of each module.
     """
 
-    def __init__(self, counter: OperationCounter, modules: dict[nn.Module, str]) -> None:
+    def __init__(self, counter: PassCounter, modules: dict[nn.Module, str]) -> None:
         super().__init__()
         self._counter = counter
         self._tracker = make_module_tracker(modules)

@@ -12,7 +12,7 @@ from torch import fx, nn
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import tree_leaves
 from polyamp_torch.observe.torch_only.compat import graph_backend, is_compiler_error
-from polyamp_torch.observe.torch_only.operation_counter import OperationCounter
+from polyamp_torch.observe.torch_only.operation_counter import PassCounter
 
 _OVERLOAD: Final = type(torch.ops.aten.relu.default)
 _ROOT: Final = "._module"
@@ -34,7 +34,7 @@ class GraphCounter:
         modules: path of each module.
     """
 
-    def __init__(self, counter: OperationCounter, modules: dict[nn.Module, str]) -> None:
+    def __init__(self, counter: PassCounter, modules: dict[nn.Module, str]) -> None:
         self._counter = counter
         self._paths = set(modules.values())
 

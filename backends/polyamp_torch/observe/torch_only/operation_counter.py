@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,13 @@ from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import tree_leaves
 from polyamp_torch.observe.torch_only.kernel_lists import DATA_MOVEMENT, kernel_family, kernel_rule
 from polyamp_torch.precision.torch_only.op_rules_mode import RUNNING_RULE
+
+
+class PassCounter(Protocol):
+    """What is told every operation of a pass."""
+
+    def count(self, func: Any, inputs: Any, outputs: Any, module: str, direction: str) -> None:
+        """Count an operation; see `OperationCounter.count`."""
 
 
 class OperationCounter:

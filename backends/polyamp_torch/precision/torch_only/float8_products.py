@@ -72,8 +72,13 @@ def region_rules(float8: Float8 | None, device_type: str, rules: tuple[tuple[str
     if float8 is None:
         return rules
     check_device(float8, device_type)
-    rule = f"{float8.gradients}{' emulated' if float8.emulate else ''}"
+    rule = float8_rule(float8)
     return (*((name, rule) for name in _OPERATIONS), *rules)
+
+
+def float8_rule(float8: Float8) -> str:
+    """Return the internal rule of products with these settings, one of `FLOAT8_RULES`."""
+    return f"{float8.gradients}{' emulated' if float8.emulate else ''}"
 
 
 def is_same_but_float8(one: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> bool:
@@ -92,7 +97,7 @@ def check_device(float8: Float8 | None, device_type: str) -> None:
     Raises:
         UnsupportedError: there are none, and the policy does not emulate them.
     """
-    if float8 is None or float8.emulate or device_type == "meta" or _has_products(device_type):
+    if float8 is None or float8.emulate or device_type == "meta" or multiplies_float8(device_type):
         return  # a model on "meta" has no arrays yet; its regions ask again
     raise UnsupportedError(
         f"float8: this device ({device_type!r}) multiplies no 8-bit floats; NVIDIA's GPUs of compute capability 8.9 "
@@ -101,7 +106,8 @@ def check_device(float8: Float8 | None, device_type: str) -> None:
     )
 
 
-def _has_products(device_type: str) -> bool:
+def multiplies_float8(device_type: str) -> bool:
+    """Return whether the devices of a type multiply 8-bit floats."""
     return (
         device_type == "cuda"
         and torch.version.hip is None
