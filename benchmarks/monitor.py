@@ -1,9 +1,10 @@
 """What a monitor costs: `python benchmarks/monitor.py torch|jax|tensorflow`, one framework per process.
 
 Eight layers of 512 features, 64 rows, mixed_bfloat16, Adam: a step of 2.1 million parameters with so little work for
-each that the figures per parameter weigh much. Four steps take turns in one process: without a monitor, with one that
-reads nothing, and with two that read every step, scale and norms alone or everything. A read step's time beyond the
-plain one, divided by 100, is the cost at `every=100`. Printed: medians in milliseconds, and shares of the plain step.
+each that the figures per parameter weigh much. Six steps take turns in one process: without a monitor, with one that
+reads nothing, with and without activations, and with three that read every step: scale and norms alone, everything of
+parameters, and activations too. A read step's time beyond the one that is not read, divided by 100, and that one's time
+beyond the plain one, are the cost at `every=100`. Printed: medians in milliseconds, and shares of the plain step.
 """
 
 from __future__ import annotations
@@ -37,20 +38,11 @@ def torch_model() -> Any:
 
 
 def jax_model() -> Any:
-    import jax
-    import jax.numpy as jnp
+    from flax import nnx
 
-    def apply_fn(params: Any, x: Any) -> Any:
-        for layer in params.values():
-            x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-        return x
-
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    params = {
-        f"layer{number}": {"kernel": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5, "bias": jnp.zeros(WIDTH)}
-        for number, key in enumerate(keys)
-    }
-    return apply_fn, params
+    streams = nnx.Rngs(0)
+    layers = [(nnx.Linear(WIDTH, WIDTH, rngs=streams), nnx.relu) for _ in range(LAYERS)]
+    return nnx.Sequential(*[layer for pair in layers for layer in pair])
 
 
 def tensorflow_model() -> Any:
@@ -98,6 +90,8 @@ def main() -> None:
         "idle": timer(name, polyamp.Monitor(every=10**9)),
         "scale and norms": timer(name, polyamp.Monitor(every=1, gradients=False, updates=False)),
         "everything": timer(name, polyamp.Monitor(every=1, weights=True)),
+        "idle with activations": timer(name, polyamp.Monitor(every=10**9, activations=True)),
+        "everything with activations": timer(name, polyamp.Monitor(every=1, weights=True, activations=True)),
     }
     for run in timers.values():
         run(), run()
@@ -108,9 +102,13 @@ def main() -> None:
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     plain = medians["plain"]
     print(name, ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in medians.items()))
-    print(f"  a step that is not read: {100 * (medians['idle'] / plain - 1):+.1f} %")
+    for key in ("idle", "idle with activations"):
+        print(f"  a step that is not read, {key}: {100 * (medians[key] / plain - 1):+.1f} %")
     for key in ("scale and norms", "everything"):
         print(f"  {key}, every={EVERY}: {100 * (medians[key] / plain - 1) / EVERY:+.3f} %")
+    idle, read = (medians[f"{key} with activations"] for key in ("idle", "everything"))
+    share = (idle - plain + max(read - idle, 0.0) / EVERY) / plain
+    print(f"  everything with activations, every={EVERY}: {100 * share:+.3f} %")
 
 
 if __name__ == "__main__":

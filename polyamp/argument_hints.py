@@ -28,6 +28,10 @@ _NATIVE_HINT: Final = (
 )
 _EMA_HINT: Final = "Averages of the parameters: Recipe(ema=polyamp.Ema(decay=...))."
 _OPTIMIZER_HINT: Final = "It is the optimizer's: optimizer=polyamp.adamw({}=...)."
+_POLICY_HINT: Final = "It is the policy's: policy=polyamp.Policy('mixed_float16', {}=...)."
+_POLICY_NAMES: Final = (
+    "param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules", "float8"
+)  # fmt: skip
 _PARAMETERS_HINT: Final = "Drop it: polyamp.init(model, recipe) gives the optimizer the model's parameters."
 
 ARGUMENT_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
@@ -59,6 +63,7 @@ ARGUMENT_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         **dict.fromkeys((*_RATE_NAMES, "learning_rate"), _OPTIMIZER_HINT.format("learning_rate")),
         **dict.fromkeys(("use_ema", "ema_momentum", "ema_decay", "model_ema", "averaging"), _EMA_HINT),
         "weight_decay": _OPTIMIZER_HINT.format("weight_decay"),
+        **{name: _POLICY_HINT.format(name) for name in _POLICY_NAMES},
     },
     "scaler": {
         **dict.fromkeys(("initial_scale", "scale", "loss_scale", "initial_loss_scale"), "init_scale"),

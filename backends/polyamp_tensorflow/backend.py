@@ -105,6 +105,15 @@ class TensorFlowBackend:
 
         return explain(self, target, policy, inputs)
 
+    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        """Return the casting report of a compiled pass of a Keras model (`HasCompiledCastingReports.explain_compiled`).
+
+        See `tensorflow_only.casting_reports`.
+        """
+        from polyamp_tensorflow.observe.tensorflow_only.casting_reports import explain_compiled
+
+        return explain_compiled(self, target, policy, inputs)
+
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         check_options(options, (*_STEP_OPTIONS, "monitor"), function="train_step", backend=self.name)
         weight, monitor = options.pop("weight", None), options.pop("monitor", None)

@@ -12,11 +12,11 @@ from polyamp.contract.backend import Backend
 from polyamp.diagnosis.report_data import DiagnosisTrial, overrides_of
 from polyamp.errors import LossScaleStuckError, UnsupportedError
 from polyamp.monitor.exponents import exponent_counts
-from polyamp.parity.trace.observer import HasObserver, Observer, without_policies
+from polyamp.parity.trace.observer import EagerTrainings, HasObserver, Observer, without_policies
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.results import LossFunction
+from polyamp.results import LossFunction, StepResult
 from polyamp.train.step import init, train_step
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class DiagnosisTraining:
 
     def _train(self, state: Any, recipe: Recipe) -> tuple[list[float], Any]:
         """Return the loss of each applied update, up to the first that is not finite or is never applied."""
-        step = train_step(self._loss_fn, recipe)
+        step = train_step(self._loss_fn, recipe, **self._step_options(recipe.policy))
         losses: list[float] = []
         skips = 0
         for batch in self._batches:
@@ -120,12 +120,21 @@ class DiagnosisTraining:
                 if not bool(self._backend.to_numpy(result.skipped)):
                     break
                 skips += 1
-                if skips > MOST_SKIPS:
+                if skips > MOST_SKIPS or not math.isfinite(self._host_loss(result)):  # no smaller scale mends a loss
                     return losses, state
-            losses.append(float(self._backend.to_numpy(result.loss)))
+            losses.append(self._host_loss(result))
             if not math.isfinite(losses[-1]):
                 break
         return losses, state
+
+    def _step_options(self, policy: Policy) -> dict[str, Any]:
+        observer = self._observer
+        if isinstance(observer, EagerTrainings) and observer.runs_eagerly(self._model, policy, len(self._batches)):
+            return {"compile": False}
+        return {}
+
+    def _host_loss(self, result: StepResult) -> float:
+        return float(self._backend.to_numpy(result.loss))
 
     def _record(self, state: Any, batch: Any, found: Magnitudes) -> Magnitudes:
         part = batch[0] if isinstance(batch, list) and self._recipe.accumulate_steps > 1 else batch

@@ -5,7 +5,7 @@ This module knows no framework. Backends use it in their own pass over the batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -99,7 +99,9 @@ def accumulation_of_batch(leaves: Sequence[tuple[str, Shape]], count: int) -> Ac
     lengths = {path: shape[0] for path, shape in leaves}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"batch{path}: {length}" for path, length in lengths.items())
-        raise BatchError(f"the arrays of a batch must have one length along axis 0. Received: {listed}.")
+        agree = _members_agree(lengths)
+        hint = " If its members are micro-batches, pass a list of them: step(state, list(batch))." if agree else ""
+        raise BatchError(f"the arrays of a batch must have one length along axis 0. Received: {listed}.{hint}")
     check_has_rows(lengths.values())
     length = next(iter(lengths.values()))
     if length is None:
@@ -108,6 +110,13 @@ def accumulation_of_batch(leaves: Sequence[tuple[str, Shape]], count: int) -> Ac
             "know. Received: an unknown length. Have the dataset make batches of one length (drop_remainder=True)."
         )
     return divide_rows(length, count)
+
+
+def _members_agree(lengths: Mapping[str, Any]) -> bool:
+    """Return whether a batch is a sequence of containers, in each of which the arrays have one length."""
+    members = {(path.partition("]")[0], length) for path, length in lengths.items()}
+    is_nested = all(path.startswith("[") and path.partition("]")[2] for path in lengths)
+    return is_nested and len(dict(members)) == len(members) > 1
 
 
 def accumulation_of_list(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> Accumulation:

@@ -155,7 +155,7 @@ class GroupMembers(Record):
             start = f", trainable after {member.start} updates" if member.start else ""
             limits = {} if member.clip is None else member.clip._asdict()
             clips = [f", clip_{name} {limits[name]:g}" for name in ("norm", "value") if limits.get(name) is not None]
-            lines.append(f"  {member.spec!r}{scale}{start}{''.join(clips)}: {join_first(paths, 6)}")
+            lines.append(f"  {_whole_call(member.spec)}{scale}{start}{''.join(clips)}: {join_first(paths, 6)}")
         return "\n".join(lines)
 
 
@@ -271,3 +271,11 @@ def _select_parameters(
         return {path: (False, length) for path, length in lengths.items()}
     held = set().union(*(paths_of_kind(kind, leaves, lengths) for kind in group.kinds))
     return {path: (True, length) for path, length in lengths.items() if path in held}
+
+
+def _whole_call(spec: Any) -> str:
+    """Return the call that makes a spec with all hyperparameters, defaults too; the `repr` of another optimizer."""
+    if not is_spec(spec):
+        return repr(spec)
+    given = ", ".join(f"{name}={value!r}" for name, value in spec.to_dict().items() if name != "groups")
+    return f"{spec.called()}({given})"

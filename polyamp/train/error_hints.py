@@ -150,6 +150,11 @@ def _note_lines(error: Exception, states: Sequence[Any], batch: Any) -> Iterator
                 f"batch is a list of {len(batch)} batches: micro-batches of one update are for "
                 f"Recipe(accumulate_steps={len(batch)}); otherwise give the step one after the other."
             )
+        elif _may_be_micro_batches(batch, states):
+            yield (
+                f"batch is a tuple of {len(batch)}: one batch, whose arrays are split for accumulate_steps. If it has "
+                "micro-batches, pass a list of them: step(state, list(batch))."
+            )
         elif isinstance(error, TypeError):
             yield f"batch is a {kind}, without names: take it apart in loss_fn, as in x, y = batch."
     elif _is_iterable(batch):
@@ -162,6 +167,12 @@ def _note_lines(error: Exception, states: Sequence[Any], batch: Any) -> Iterator
         if number == _MAX_LISTED:
             break
         yield line
+
+
+def _may_be_micro_batches(batch: Any, states: Sequence[Any]) -> bool:
+    """Return whether a batch is a tuple of as many containers as the recipe accumulates, or fewer."""
+    steps = states[0].recipe.accumulate_steps
+    return type(batch) is tuple and 1 < len(batch) <= steps and all(isinstance(e, Mapping | tuple) for e in batch)
 
 
 def format_tree(value: Any, depth: int = 0) -> str:

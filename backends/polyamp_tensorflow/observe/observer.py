@@ -8,12 +8,14 @@ from typing import Any, Final
 from polyamp.contract.backend import State
 from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, Observer, PassRecord, UniformSource
 from polyamp.parity.trace.operation_log import OperationRecorder
+from polyamp.recipe.policy import Policy
 from polyamp.results import LossFunction
 from polyamp_keras.arrays import native_variable
 from polyamp_keras.models.layers import is_layer
 from polyamp_keras.precision.policy_application import without_policies
 from polyamp_tensorflow.arrays import device_name
 from polyamp_tensorflow.observe import capture, dropout, model_copy, operation_recorder
+from polyamp_tensorflow.observe.tensorflow_only import eager_trainings
 from polyamp_tensorflow.precision.policy_module import native_model
 
 
@@ -50,6 +52,10 @@ class KerasObserver:
         """Return a context manager in which the model has no applied policy (`apply_policy`, `compile`)."""
         found = native_model(model)
         return without_policies(found) if is_layer(found) else nullcontext()
+
+    def runs_eagerly(self, model: Any, policy: Policy, updates: int) -> bool:
+        """Return whether a short training takes the least time op by op (`EagerTrainings`)."""
+        return eager_trainings.runs_eagerly(self.device(model), policy, updates)
 
     def disable_dropout(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[DropoutCount]:
         return dropout.disable_dropout(native_model(model), draws)

@@ -77,6 +77,11 @@ def operation_family(name: str) -> str:
     return next((_FAMILY_BY_NAME[each] for each in (name, plain) if each in _FAMILY_BY_NAME), families.ELEMENTWISE)
 
 
+def moves_data(name: str) -> bool:
+    """Return whether an operation only moves, creates or compares data: a casting report has no row of it."""
+    return name in _DATA_MOVEMENT or name.startswith(_DATA_MOVEMENT_PREFIXES)
+
+
 class OpDtypeRecorder:
     """Recorder of the operations in one forward pass.
 
@@ -135,7 +140,7 @@ class OpDtypeRecorder:
     def add_backward(self, layer: str, name: str, inputs: Any, outputs: Any) -> None:
         """Record an operation of a backward pass."""
         dtypes = _floating_dtypes(inputs) or _floating_dtypes(outputs)
-        if dtypes and name not in _DATA_MOVEMENT and not name.startswith(_DATA_MOVEMENT_PREFIXES):
+        if dtypes and not moves_data(name):
             self._counts[layer, name, ", ".join(dtypes), "follow", "backward"] += 1
 
     def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:

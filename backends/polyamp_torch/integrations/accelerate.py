@@ -61,7 +61,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     Args:
         policy: a `Policy` or its spelling, with float32 parameters, in autocast mode; None for the precision from
-            `mixed_precision` or `accelerate launch`, as in Accelerate.
+            `mixed_precision` or else `accelerate launch`, as in Accelerate.
         scaler: a `LossScaler`, a preset's name, or None for the policy's default.
         monitor: a `polyamp.Monitor`, which reads the steps of the first prepared model that is trained (S35). Its
             records go to the trackers too, those of `init_trackers(...)`; `end_training()` reads the last.
@@ -93,6 +93,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         **options: Any,
     ) -> None:
         word = options.pop("mixed_precision", None)
+        decides = policy is None and word is not None
         if policy is None:
             policy = (
                 os.environ.get(_PRECISION_VARIABLE, "no") if word is None else str(word)
@@ -100,7 +101,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
             word = None
         checked = LoopSettings.create(policy, scaler, "cpu", library="Accelerate")  # before Accelerate's own setup
         self._word: Final = _ACCELERATE_PRECISIONS[checked.policy.compute]
-        _check_options(options, word, self._word)
+        _check_options(options, word, self._word, goes_first=decides)
         plugin = fsdp_plugin_from_options(options)
         super().__init__(mixed_precision="no", **{**options, "fsdp_plugin": plugin})  # its autocast and scaler stay off
         configure_sharding(self.state, plugin)
@@ -320,8 +321,9 @@ class _ScaledOptimizer(_MonitoredOptimizer):
         """Ignore Accelerate's own value."""
 
 
-def _check_options(options: dict[str, Any], given: Any, word: str) -> None:
-    """Raise if an option, a handler or `accelerate launch --mixed_precision` sets another precision."""
+def _check_options(options: dict[str, Any], given: Any, word: str, *, goes_first: bool) -> None:
+    """Raise if an option, a handler or `accelerate launch --mixed_precision` sets another precision. If the option
+    `mixed_precision` decided (`goes_first`), it goes before the launcher's, as in Accelerate."""
     if given is not None and str(given) != word:
         raise PolicyError(
             f"the policy settles the precision. Received: mixed_precision={given!r}. Drop it, or the policy."
@@ -333,7 +335,7 @@ def _check_options(options: dict[str, Any], given: Any, word: str) -> None:
                 "scaler's constants go into polyamp.LossScaler(...)."
             )
     launched = os.environ.get(_PRECISION_VARIABLE, "no")
-    if launched not in ("no", word):
+    if not goes_first and launched not in ("no", word):
         raise PolicyError(
             f"accelerate launch asks for mixed_precision={launched!r} (ACCELERATE_MIXED_PRECISION), the policy for "
             f"{word!r}. Launch with --mixed_precision={word} or without it."

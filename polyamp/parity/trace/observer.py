@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from polyamp.contract.backend import State
+    from polyamp.recipe.policy import Policy
     from polyamp.results import LossFunction
 
     Array = np.ndarray[Any, Any]
@@ -128,6 +129,14 @@ class PolicyRemover(Protocol):
 
     def without_policies(self, model: Any) -> AbstractContextManager[None]:
         """Return a context manager in which the model carries none, so that another policy can be tried on it."""
+
+
+@runtime_checkable
+class EagerTrainings(Protocol):
+    """Optional protocol of an observer: short trainings may run op by op, where a compilation takes longer (Keras)."""
+
+    def runs_eagerly(self, model: Any, policy: Policy, updates: int) -> bool:
+        """Return whether `train_step(compile=False)` takes the least time for so many updates."""
 
 
 def without_policies(observer: Observer, model: Any) -> AbstractContextManager[None]:

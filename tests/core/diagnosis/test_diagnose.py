@@ -66,6 +66,23 @@ def test_a_training_that_fails_in_float32_too_is_not_blamed_on_precision() -> No
         assert "float32 fails" in render_html(diagnose_page(found))
 
 
+def test_a_trial_ends_at_a_loss_that_no_smaller_scale_mends() -> None:
+    """A forward pass that overflows is not repeated until the scale is at its least."""
+    losses: list[float] = []
+
+    def counting_loss_fn(model: Any, x: Any) -> Any:
+        loss = loss_fn(model, x)
+        losses.append(float(loss))
+        return loss
+
+    recipe = RECIPE.replace(optimizer=polyamp.sgd(1e-20))
+    with np.errstate(all="ignore"):
+        report = polyamp.diagnose(MLP.random([4, 8, 1], seed=0), counting_loss_fn, [BATCHES[0] * 1e6], recipe)
+    assert (report.trials[0].agrees, report.trials[0].updates) == (False, 0)
+    assert report.outcome != "float32"
+    assert sum(not np.isfinite(loss) for loss in losses) <= len(report.trials)
+
+
 def test_the_report_as_files(tmp_path: Path) -> None:
     report = polyamp.diagnose(MLP.random([4, 8, 1], seed=0), loss_fn, BATCHES, RECIPE)
     data = json.loads(report.save(tmp_path / "a.json").read_text())

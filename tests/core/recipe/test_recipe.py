@@ -350,3 +350,10 @@ def test_every_spec_has_a_type_in_files() -> None:
     for spec in SPECS:
         name = spec.tag
         assert Recipe.from_toml(f"policy = 'float32'\n[optimizer]\ntype = '{name}'").optimizer == spec()
+
+
+@pytest.mark.parametrize("name", [name for name in polyamp.Policy.field_names if name != "aliases"])
+def test_an_argument_of_the_policy_names_its_place(name: str) -> None:
+    hint = rf"It is the policy's: policy=polyamp\.Policy\('mixed_float16', {name}=\.\.\.\)\.$"
+    with pytest.raises(polyamp.ArgumentError, match=hint):
+        Recipe(**{name: "float32"})

@@ -153,18 +153,18 @@ def test_s27_members_are_equal_where_every_parameter_has_the_same_hyperparameter
 
 
 def test_s27_printed_members_say_which_parameters_have_which_hyperparameters() -> None:
-    """A line per set of hyperparameters; of many parameters the first six and how many more."""
+    """A line per set of hyperparameters, defaults too; of many parameters the first six and how many more."""
     leaves = [
         *(ParameterLeaf(f"l{number}/weight", 2, ("Linear",)) for number in range(8)),
         ParameterLeaf("l0/bias", 1, ("Linear",)),
     ]
     found = resolved(sgd(0.1, groups=[Group(kind="vector", learning_rate_scale=0.5)]), leaves)
     paths = ", ".join(f"l{number}/weight" for number in range(6))
-    spec = sgd(0.1)
+    spec = "sgd(learning_rate=0.1, momentum=0.0, weight_decay=0.0, nesterov=False)"
     assert repr(found).splitlines() == [
         "Members of 9 parameters:",
-        f"  {spec!r}: {paths} and 2 more",
-        f"  {spec!r}, learning rate times 0.5: l0/bias",
+        f"  {spec}: {paths} and 2 more",
+        f"  {spec}, learning rate times 0.5: l0/bias",
     ]
 
 
@@ -173,7 +173,7 @@ def test_s27_a_start_is_decided_by_itself() -> None:
     found = resolved(adamw(groups=groups))
     assert found.starts == {"h/0/attn/weight": 10, "h/0/attn/bias": 10}
     assert found.of("h/0/attn/bias").spec.weight_decay == 0.5
-    assert "weight_decay=0.5), trainable after 10 updates: h/0/attn/weight, h/0/attn/bias" in repr(found)
+    assert "weight_decay=0.5, amsgrad=False), trainable after 10 updates: h/0/attn/weight, h/0/attn/bias" in repr(found)
     assert found != resolved(adamw(groups=[Group("h/**", trainable_after=11), *groups[1:]]))
 
 

@@ -147,3 +147,23 @@ def test_a_loss_of_a_module_of_the_users_that_is_called_as_a_backend_is_the_user
 
     loss_fn.__module__ = "reference.losses"
     polyamp.train_step(loss_fn, RECIPE)
+
+
+def test_a_tuple_of_micro_batches_is_told_from_a_list_of_them() -> None:
+    """A tuple is one batch, whose arrays are split (S8), whatever its members are."""
+
+    def by_name(model: Any, batch: Any) -> Any:
+        return polyamp.losses.mean_squared_error(model(batch["x"]), batch["y"])
+
+    recipe = RECIPE.replace(accumulate_steps=2)
+    made, step = polyamp.init(MLP.random([4, 8, 1], seed=0), recipe), polyamp.train_step(by_name, recipe)
+    parts = tuple({"x": np.ones((rows, 4), "f4"), "y": np.zeros((rows, 1), "f4")} for rows in (2, 2, 3))
+    with pytest.raises(TypeError) as error:
+        step(made, parts[:2])
+    assert "batch is a tuple of 2: one batch, whose arrays are split for accumulate_steps." in error.value.__notes__[0]
+    assert "pass a list of them: step(state, list(batch))." in error.value.__notes__[0]
+    with pytest.raises(BatchError, match=r"If its members are micro-batches, pass a list of them: step\(state, list"):
+        step(made, parts[1:])
+    with pytest.raises(BatchError, match=r"Received: batch\[0\]: 2, batch\[1\]: 3\.$"):
+        step(made, (np.ones((2, 4), "f4"), np.zeros((3, 1), "f4")))
+    assert np.isfinite(float(step(made, list(parts[1:]))[1].loss))

@@ -1,4 +1,4 @@
-"""`record_backward`: the operations of a backward pass by layer, read from the graph of a pass.
+"""The graph of a pass with the layer of each operation, and `record_backward`: the operations of its backward pass.
 
 In a graph TensorFlow names an operation of the tape after the scope of the forward operation whose gradient it is. A
 scope per layer therefore says which layer it belongs to.
@@ -7,8 +7,8 @@ scope per layer therefore says which layer it belongs to.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -26,16 +26,29 @@ _LAYER: Final = re.compile(r"polyamp\.layer(\d+)(?=/|_)")
 _OTHER_REPLICA: Final = re.compile(r"(^|/)replica_\d+/")
 
 
-def record_backward(state: Any, loss_fn: LossFunction, batch: Any, recorder: OpDtypeRecorder) -> None:
-    """Trace a pass, and record the operations of its backward pass, those of the first replica.
+class TracedPass(NamedTuple):
+    """Graph of a pass. Attributes: the `tf.function` without arguments, and the paths of its layers in order."""
 
-    The body of a loop counts once. A sum of several gradients of one array has no layer, and is left out.
+    function: Any
+    paths: Sequence[str]
+
+
+class GraphOperation(NamedTuple):
+    """Operation in the graph of a pass. Attributes: TensorFlow's, the path of its layer, and its pass."""
+
+    operation: Any
+    path: str
+    is_backward: bool
+
+
+def trace_pass(state: Any, loss_fn: LossFunction, batch: Any, *, jit_compile: bool = False) -> TracedPass:
+    """Trace a forward and backward pass, of which each layer has a scope.
 
     Args:
         state: a state whose model is built.
         loss_fn: the loss.
         batch: the batch.
-        recorder: receives the operations.
+        jit_compile: whether XLA compiles the function.
     """
     paths: list[str] = []
     named = read_keras_model(state.model).paths
@@ -54,21 +67,44 @@ def record_backward(state: Any, loss_fn: LossFunction, batch: Any, recorder: OpD
     layers = list_layers(state.model)
     cells = {id(cell.layer) for each in layers for cell in recurrent_cells(each.layer)}
     with replace_calls(scoped(each) for each in layers if id(each.layer) not in cells):
-        graph = tf.function(
-            lambda: [found.values for found in accumulate_gradients([state], loss_fn, tensors, 1)[2]], autograph=False
+        function = tf.function(
+            lambda: [found.values for found in accumulate_gradients([state], loss_fn, tensors, 1)[2]],
+            autograph=False,
+            jit_compile=jit_compile or None,
         )
-        _record(graph.get_concrete_function().graph, paths, recorder, is_backward=False)
+        function.get_concrete_function()
+    return TracedPass(function, paths)
 
 
-def _record(graph: Any, paths: list[str], recorder: OpDtypeRecorder, *, is_backward: bool) -> None:
+def graph_operations(traced: TracedPass) -> Iterator[GraphOperation]:
+    """Yield the operations of the first replica, those in the bodies of loops and branches included."""
+    yield from _operations(traced.function.get_concrete_function().graph, traced.paths, is_backward=False)
+
+
+def record_backward(state: Any, loss_fn: LossFunction, batch: Any, recorder: OpDtypeRecorder) -> None:
+    """Trace a pass, and record the operations of its backward pass, those of the first replica.
+
+    The body of a loop counts once. A sum of several gradients of one array has no layer, and is left out.
+
+    Args:
+        state: a state whose model is built.
+        loss_fn: the loss.
+        batch: the batch.
+        recorder: receives the operations.
+    """
+    for operation, path, is_backward in graph_operations(trace_pass(state, loss_fn, batch)):
+        if is_backward:
+            recorder.add_backward(path, operation.type, operation.inputs, operation.outputs)
+
+
+def _operations(graph: Any, paths: Sequence[str], *, is_backward: bool) -> Iterator[GraphOperation]:
     for operation in graph.get_operations():
         name = operation.name
         backward = is_backward or name.startswith(_TAPE) or f"/{_TAPE}" in name
         called = [each.func.name for each in operation.node_def.attr.values() if each.HasField("func")]
         graphs = [found for each in called if (found := callee_graph(operation, each)) is not None]
         for inner in graphs:
-            _record(inner, paths, recorder, is_backward=backward)
-        if backward and not graphs and not _OTHER_REPLICA.search(name):
+            yield from _operations(inner, paths, is_backward=backward)
+        if not graphs and not _OTHER_REPLICA.search(name):
             layers = _LAYER.findall(name)
-            path = paths[int(layers[-1])] if layers else ""
-            recorder.add_backward(path, operation.type, operation.inputs, operation.outputs)
+            yield GraphOperation(operation, paths[int(layers[-1])] if layers else "", backward)

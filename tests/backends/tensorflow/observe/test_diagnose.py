@@ -7,9 +7,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
+from polyamp_tensorflow.observe.tensorflow_only import eager_trainings
 
 
 class Hot(keras.layers.Layer):
@@ -21,6 +23,27 @@ class Hot(keras.layers.Layer):
 
 def loss_fn(model: Any, batch: Any) -> Any:
     return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize(
+    ("device", "spelling", "updates", "slow", "eager"),
+    [
+        ("CPU:0", "mixed_float16", 30, False, True),
+        ("CPU:0", "mixed_float16", 31, False, False),
+        ("CPU:0", "mixed_float16", 30, True, False),  # where only XLA makes float16 fast
+        ("CPU:0", "mixed_bfloat16", 30, True, True),
+        ("GPU:0", "mixed_float16", 30, True, True),
+    ],
+)
+def test_which_trainings_run_op_by_op(
+    device: str, spelling: str, updates: int, slow: bool, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {tf.float16: 21.0 if slow else 2.0, tf.float32: 1.0}
+    monkeypatch.setattr(eager_trainings, "_seconds", seconds.__getitem__)
+    monkeypatch.setattr(eager_trainings, "_is_slow", eager_trainings._is_slow.__wrapped__)
+    assert eager_trainings.runs_eagerly(device, polyamp.Policy(spelling), updates) is eager
+    monkeypatch.undo()
+    assert eager_trainings._seconds(tf.float32) > 0.0
 
 
 @pytest.mark.parametrize("carries", [False, True])

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
+from polyamp.contract.casting_comparison import compare_families
 from polyamp.errors import UnsupportedError
 
 
@@ -129,3 +130,43 @@ def test_a_function_without_a_model_is_refused_by_name() -> None:
         UnsupportedError, match=r"\(loss_fn, policy, model, batch\), or a model or layer and its inputs"
     ):
         polyamp.explain(lambda x: tf.exp(x), "mixed_bfloat16", tf.ones((2, 2)))
+
+
+def test_what_xla_makes_of_a_pass_by_layer_and_family() -> None:
+    made = model()
+    before = [np.array(value) for value in made.get_weights()]
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"kept": "float32"})
+    eager, compiled = (polyamp.explain(loss_fn, policy, made, BATCH, compiled=on) for on in (False, True))
+    rows = {(row.module, row.name, row.direction): (row.dtype, row.rule, row.count) for row in compiled.operations}
+    # XLA's CPU code computes 16-bit products in float32, behind operands that were rounded.
+    assert rows["first", "MatMul", "forward"] == ("float32", "compute", 1)
+    assert rows["kept", "MatMul", "backward"] == ("float32", "override", 2)
+    assert rows["head", "BiasAddGrad", "backward"] == ("float32", "follow", 1)
+    assert rows["norm", "Rsqrt", "forward"][:2] == ("float32", "float32")
+    assert not [key for key in rows if key[:2] == ("", "AddN")], "a sum of gradients has no layer"
+    assert (compiled.casts, len(compiled.notes)) == ((), 1)
+    assert compiled.notes[0].startswith("Read from the program that XLA optimized for CPU. ")
+    differences = {(row.module, row.family, row.direction): row for row in compare_families(eager, compiled)[0]}
+    assert differences["first", "matrix products", "forward"][3:5] == ("bfloat16", "float32")
+    assert not [key for key in differences if key[0] in ("kept", "norm")]
+    assert all(np.array_equal(one, other) for one, other in zip(before, made.get_weights(), strict=True))
+
+
+def test_a_loops_body_counts_once_in_a_compiled_program() -> None:
+    layers = [keras.layers.LSTM(3, name="rnn"), keras.layers.Dense(3, name="head")]
+    recurrent = keras.Sequential([keras.Input((6, 4)), *layers])
+    batch = {"x": np.ones((5, 6, 4), np.float32), "y": BATCH["y"]}
+    report = polyamp.explain(loss_fn, "mixed_bfloat16", recurrent, batch, compiled=True)
+    rows = {(row.module, row.name, row.direction): row.count for row in report.operations}
+    assert (rows["rnn", "SigmoidGrad", "backward"], rows["rnn", "MatMul", "forward"]) == (3, 2)
+    assert {module for module, _, _ in rows} == {"rnn", "head", ""}
+
+
+def test_a_pass_that_xla_cannot_compile_is_refused_by_name() -> None:
+    def writes_text(model: Any, batch: Any) -> Any:
+        return loss_fn(model, batch) + tf.strings.to_number(tf.strings.as_string(tf.reduce_sum(batch["x"])))
+
+    with pytest.raises(UnsupportedError, match=r"cannot compile a pass of this model with XLA for CPU \(\w+Error: "):
+        polyamp.explain(writes_text, "mixed_bfloat16", model(), BATCH, compiled=True)
+    with pytest.raises(UnsupportedError, match=r"takes a loss function and its model: .*Received: .* and 1 inputs"):
+        polyamp.explain(model(), "mixed_bfloat16", BATCH["x"], compiled=True)

@@ -200,3 +200,5 @@ def test_accelerates_own_word_for_the_precision(monkeypatch: pytest.MonkeyPatch)
         Accelerator("mixed_float16", mixed_precision="bf16", cpu=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert Accelerator(cpu=True).settings.policy == polyamp.Policy("bf16")
+    own = Accelerator(mixed_precision="no", cpu=True)  # goes before the launcher's, as in Accelerate
+    assert (own.settings.policy, own.mixed_precision) == (polyamp.Policy("float32"), "no")
