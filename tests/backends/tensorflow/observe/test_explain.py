@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +13,8 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.errors import UnsupportedError
+
+GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
 
 
 class ByHand(keras.layers.Layer):
@@ -129,3 +133,15 @@ def test_a_function_without_a_model_is_refused_by_name() -> None:
         UnsupportedError, match=r"\(loss_fn, policy, model, batch\), or a model or layer and its inputs"
     ):
         polyamp.explain(lambda x: tf.exp(x), "mixed_bfloat16", tf.ones((2, 2)))
+
+
+def test_the_block_of_the_guide_runs() -> None:
+    keras.backend.clear_session()  # the names of its layers
+    (code,) = re.findall(r"```python tensorflow\n(.*?)```", GUIDE, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "docs/guides/explain.md", "exec"), scope)
+    found = [(row.module, row.name, row.dtype) for row in scope["report"].operations if row.direction == "forward"]
+    assert [row for row in found if row[1] == "MatMul"] == [
+        ("dense", "MatMul", "float16"),
+        ("dense_1", "MatMul", "float16"),
+    ]
