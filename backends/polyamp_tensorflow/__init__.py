@@ -11,6 +11,9 @@ For `fit` and custom training loops:
 - `LossScaleOptimizer` wraps any Keras optimizer;
 - `MonitorCallback` gives the steps of `fit` to a `polyamp.Monitor`;
 - `SpecOptimizer` is a Keras optimizer with PyTorch's formulas.
+
+On TensorFlow `compile`, `apply_policy`, `LossScaleOptimizer` and what else has the same name in `polyamp_keras` is the
+same object there: import either.
 """
 
 from __future__ import annotations

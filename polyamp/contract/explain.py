@@ -34,6 +34,7 @@ def explain(
 
     Raises:
         ModelError: a training state in place of its model.
+        PolicyError: no policy, such as a model in its place.
         UnsupportedError: the backend has no casting reports, or none of compiled code, or the function cannot be
             compiled; or with `strict`, an operation has no rule.
         TraceError: the target cannot be traced.
@@ -55,6 +56,7 @@ def explain(
     for given in (target, *inputs):
         if hasattr(given, "scale_state"):
             raise ModelError(f"explain takes a model. Received: a {type(given).__name__}. Pass its model: state.model.")
+    policy = Policy.of(policy, "explain(loss_fn, policy, model, batch), or explain(model, policy, *inputs)")
     chosen = registry.get(backend) if backend is not None else lookup.backend_of_call(target, inputs)
     name = chosen.name
     if not isinstance(chosen, HasCastingReports):
@@ -66,5 +68,5 @@ def explain(
             raise UnsupportedError(
                 f"explain(compiled=True): the {name} backend of this version reports eager code only."
             )
-        return chosen.explain_compiled(target, Policy.of(policy), *inputs, strict=strict)
-    return chosen.explain(target, Policy.of(policy), *inputs, strict=strict)
+        return chosen.explain_compiled(target, policy, *inputs, strict=strict)
+    return chosen.explain(target, policy, *inputs, strict=strict)

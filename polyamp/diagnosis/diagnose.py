@@ -73,7 +73,10 @@ def diagnose(
         ('fits', {})
     """
     if not isinstance(recipe, Recipe):
-        raise ArgumentError(f"recipe must be a polyamp.Recipe. Received: {describe_value(recipe)}.")
+        raise ArgumentError(
+            f"recipe must be a polyamp.Recipe. Received: {describe_value(recipe)}. Write "
+            "diagnose(model, loss_fn, batches, recipe)."
+        )
     if isinstance(batches, str) or not isinstance(batches, Sequence) or not batches:
         raise ArgumentError(f"batches must be a list of at least one batch. Received: {describe_value(batches)}.")
     compute = recipe.policy.compute

@@ -41,7 +41,7 @@ def lint(
             transformation.
         opt_state: JAX: its state; by default a new one.
         scaler: what scales the loss: torch: a `GradScaler`; Keras: by default the optimizer, if it is a
-            `LossScaleOptimizer`; JAX: any object.
+            `LossScaleOptimizer`; JAX: a number, or an object with a number in `loss_scale`, `scale` or `init_scale`.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss, under the autocast that you train with.
         batch: one batch.
         step: torch: `step()` runs one whole step of your own loop, with the objects that you pass. Model, optimizer,

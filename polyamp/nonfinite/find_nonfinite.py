@@ -59,6 +59,7 @@ def find_nonfinite(
         **options: of `polyamp.init`.
 
     Raises:
+        PolicyError: no policy, such as a model in its place.
         UnsupportedError: the backend cannot record its modules.
 
     Example:
@@ -69,10 +70,10 @@ def find_nonfinite(
         >>> print(polyamp.find_nonfinite(loss_fn, "mixed_float16", model, np.full((2, 4), np.nan, "f4")))
         The batch is not finite: 8 elements of batch. This is no matter of precision.
     """
+    made = Policy.of(policy, "find_nonfinite(loss_fn, policy, model, batch)")
     chosen = registry.get(backend) if backend is not None else registry.backend_for(model)
     if not isinstance(chosen, HasObserver):
         raise UnsupportedError(f"the {chosen.name} backend of this version cannot record modules.")
-    made = Policy.of(policy)
     scale = LossScaler.for_policy(made).init_scale if loss_scale is None else float(loss_scale)
     scale = scale if LossScaler.for_policy(made).scales or loss_scale is not None else 1.0
     bad = _nonfinite_data(chosen, batch)

@@ -148,6 +148,9 @@ def no_decay(*kinds: str) -> list[Group]:
     """
     if not kinds:
         raise RecipeError(f"no_decay() needs the kinds that are not decayed, of {KINDS}. Received: none.")
+    if len(kinds) == 1 and isinstance(kinds[0], list | tuple):
+        words = ", ".join(f'"{kind}"' for kind in kinds[0])
+        raise RecipeError(f"no_decay() takes each kind by itself. Received: {kinds[0]!r}. Write no_decay({words}).")
     return [Group(kind=kinds, weight_decay=0.0)]
 
 

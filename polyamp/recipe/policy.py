@@ -18,6 +18,7 @@ from polyamp.errors import (
     PolicyError,
     PolyampError,
     UnsupportedError,
+    describe_value,
     did_you_mean,
 )
 from polyamp.float_formats import FORMATS, HALF_DTYPES, canonical_dtype, framework_dtype_name
@@ -217,8 +218,12 @@ class Policy(Record, kw_only=True):
         return not FORMATS[self.param].needs_scale and any(FORMATS[dtype].needs_scale for dtype in computed)
 
     @classmethod
-    def of(cls, policy: Policy | str) -> Policy:
+    def of(cls, policy: Policy | str, call: str = "") -> Policy:
         """Return a policy from a policy or its spelling, as every function with a `policy` argument does.
+
+        Args:
+            policy: the policy, or its spelling.
+            call: how the caller is written, for the message: "explain(loss_fn, policy, model, batch)".
 
         Raises:
             PolicyError: the value is neither.
@@ -230,8 +235,11 @@ class Policy(Record, kw_only=True):
             return policy
         if isinstance(policy, str):
             return cls(policy)
-        hint = " Pass recipe.policy." if hasattr(policy, "policy") else ""
-        raise PolicyError(f"policy must be a Policy or its spelling, 'mixed_float16'. Received: {policy!r}.{hint}")
+        hint = " Pass recipe.policy." if isinstance(getattr(policy, "policy", None), cls) else ""
+        hint = hint or (f" Write {call}." if call else "")
+        raise PolicyError(
+            f"policy must be a Policy or its spelling, 'mixed_float16'. Received: {describe_value(policy)}.{hint}"
+        )
 
     @property
     def is_mixed(self) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp import ModelError
+from polyamp import ArgumentError, ModelError, PolicyError
 from polyamp.nonfinite.report import NonfiniteReport, ValueRange
 from polyamp.reference import MLP
 
@@ -26,6 +26,25 @@ def test_a_state_in_place_of_its_model_is_refused(tool: str) -> None:
     }
     with pytest.raises(ModelError, match=r"Received: a ReferenceState\. Pass its model: state\.model"):
         calls[tool]()
+
+
+def test_arguments_in_another_order_are_refused_with_the_call_to_write() -> None:
+    model, x = MLP.random([2, 1], seed=0), np.ones((1, 2), np.float32)
+    recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1))
+
+    def loss_fn(model: object, x: object) -> object:
+        return polyamp.losses.mean_squared_error(model(x), x[:, :1])
+
+    message = r"policy must be .* Received: a MLP\. Write {}\(loss_fn, policy, model, batch\)"
+    for call in (polyamp.explain, polyamp.find_nonfinite):
+        with pytest.raises(PolicyError, match=message.format(call.__name__)):
+            call(loss_fn, model, polyamp.Policy("mixed_float16"), x)
+    with pytest.raises(
+        ArgumentError, match=r"a list of 1\. Write diagnose\(model, loss_fn, batches, recipe\)"
+    ):
+        polyamp.diagnose(model, loss_fn, recipe, [x])
+    with pytest.raises(PolicyError, match=r"Received: a Recipe\. Pass recipe\.policy\."):
+        polyamp.explain(loss_fn, recipe, model, x)
 
 
 def test_a_range_says_where_nothing_is_finite() -> None:

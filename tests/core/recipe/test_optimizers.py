@@ -30,6 +30,7 @@ from polyamp import (
 from polyamp.array_namespace import PYTHON
 from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.reference.arrays import XP
+from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Oracle = Callable[[Array, list[Array], float], Array]
@@ -554,3 +555,16 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
 def test_impossible_values_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         make()
+
+
+def test_a_schedule_of_another_library_is_refused_with_its_name_in_like() -> None:
+    def cosine_decay_schedule() -> Callable[[int], float]:
+        return lambda count: 0.1
+
+    made = cosine_decay_schedule()
+    made.__module__, made.__qualname__ = "optax.schedules._schedule", "cosine_decay_schedule.<locals>.schedule"
+    keras_class = type("CosineDecay", (), {"__module__": "keras.src.optimizers.schedules.learning_rate_schedule"})
+    for value, name in ((made, "optax.cosine_decay_schedule"), (keras_class(), "keras.CosineDecay")):
+        assert name in LIBRARY_SCHEDULES
+        with pytest.raises(RecipeError, match=rf'Write polyamp\.schedules\.like\("{name}", \.\.\.\), with the'):
+            adamw(value)

@@ -113,6 +113,7 @@ def test_s27_a_recipe_with_groups_is_a_record_and_a_file(tmp_path: Path) -> None
         (lambda: Group(kind="norms", weight_decay=0.0), "Did you mean 'norm'"),
         (lambda: no_decay(), "needs the kinds"),
         (lambda: no_decay("biases"), "kind must be one of"),
+        (lambda: no_decay(["bias", "norm"]), r'Write no_decay\("bias", "norm"\)'),  # type: ignore[arg-type]  # the mistake
         (lambda: adamw(groups=Group("a", eps=1.0)), "groups must be a list of polyamp.Group"),  # type: ignore[arg-type]
         (lambda: adamw(groups=[no_decay("bias")]), r"no_decay\(\) gives one itself"),  # type: ignore[list-item]
         (lambda: adamw(groups=[{"paths": "a"}]), "groups must be a list"),  # type: ignore[list-item]  # the mistake

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Final
 
 import equinox as eqx
@@ -17,6 +19,7 @@ from polyamp.contract.casting_comparison import compare_families
 from polyamp.errors import UnsupportedError
 from polyamp_jax.observe.jax_only.optimized_program import optimized_operations
 
+GUIDE: Final = (Path(__file__).parents[4] / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
 POLICY: Final = polyamp.Policy("mixed_bfloat16")
 BATCH: Final = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, np.int64)}
 
@@ -125,4 +128,15 @@ def test_instructions_of_reducers_and_moves_are_left_out() -> None:
     assert [tuple(each) for each in optimized_operations(text)] == [
         (("head",), "reduce_sum", "bfloat16", False),
         (("head",), "dot_general", "bfloat16", False),
+    ]
+
+
+def test_the_block_of_the_guide_runs() -> None:
+    (code,) = re.findall(r"```python jax\n(.*?)```", GUIDE, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "docs/guides/explain.md", "exec"), scope)
+    found = [(row.module, row.name, row.dtype) for row in scope["report"].operations if row.direction == "forward"]
+    assert [row for row in found if row[1] == "dot_general"] == [
+        ("layers/0", "dot_general", "float16"),
+        ("layers/2", "dot_general", "float16"),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,6 +14,8 @@ import tensorflow as tf
 import polyamp
 from polyamp.contract.casting_comparison import compare_families
 from polyamp.errors import UnsupportedError
+
+GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
 
 
 class ByHand(keras.layers.Layer):
@@ -170,3 +174,15 @@ def test_a_pass_that_xla_cannot_compile_is_refused_by_name() -> None:
         polyamp.explain(writes_text, "mixed_bfloat16", model(), BATCH, compiled=True)
     with pytest.raises(UnsupportedError, match=r"takes a loss function and its model: .*Received: .* and 1 inputs"):
         polyamp.explain(model(), "mixed_bfloat16", BATCH["x"], compiled=True)
+
+
+def test_the_block_of_the_guide_runs() -> None:
+    keras.backend.clear_session()  # the names of its layers
+    (code,) = re.findall(r"```python tensorflow\n(.*?)```", GUIDE, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "docs/guides/explain.md", "exec"), scope)
+    found = [(row.module, row.name, row.dtype) for row in scope["report"].operations if row.direction == "forward"]
+    assert [row for row in found if row[1] == "MatMul"] == [
+        ("dense", "MatMul", "float16"),
+        ("dense_1", "MatMul", "float16"),
+    ]
