@@ -152,12 +152,6 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Made]:
     return KINDS[request.param]
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind != "function"])
-def make_normalized(request: pytest.FixtureRequest) -> Callable[..., Made]:
-    """The same, of the kinds that can hold batch normalisation."""
-    return KINDS[request.param]
-
-
 @pytest.fixture
 def make_kind() -> Callable[..., Made]:
     """Makes one kind by name."""

@@ -50,6 +50,13 @@ def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SUITES", chosen)
 
 
+def test_a_suite_keeps_bytecode_where_the_environment_says_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    command = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+    monkeypatch.setattr(run, "SUITES", {"told": run.Suite(command, 1)})
+    assert run.run_all(["told"], jobs=1)["told"].output == "False"
+
+
 @pytest.mark.usefixtures("suites")
 def test_what_is_said_while_suites_run(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = run.run_all(["plain", "bad", "good"], jobs=1)

@@ -44,28 +44,41 @@ def test_it_trains_and_computes_in_the_policys_dtype(
     found = products(lambda s, b: run([s], b), state, batch())
     assert len(found) >= 8, "three forward products and at least five backward ones"
     assert set(found) == {(POLICIES[policy],) * 2}
-    _, gradients = polyamp.value_and_grad(loss_fn)(state, batch())
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients.values)} == {"float32"}
+    gradients = jax.eval_shape(lambda s, b: polyamp.value_and_grad(loss_fn)(s, b)[1].values, state, batch())
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
 
 
-def test_the_users_own_arrays_are_never_donated(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
-    made = make(dropout=True)
+def test_the_users_own_arrays_are_never_donated_and_the_model_comes_back_in_its_native_form(
+    make: Any, recipe: Any, batch: Any, loss_fn: Any
+) -> None:
+    made, chosen = make(dropout=True), recipe("mixed_bfloat16")
     mine = [leaf for leaf in jax.tree.leaves(made.model) if isinstance(leaf, jax.Array)]
     before = [np.array(jax.random.key_data(x) if x.dtype.name.startswith("key") else x) for x in mine]
-    state = polyamp.init(made.model, recipe(), **made.options)
-    step = polyamp.train_step(loss_fn, recipe())
+    state = polyamp.init(made.model, chosen, **made.options)
+    start = [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
+    step = polyamp.train_step(loss_fn, chosen)
     for _ in range(2):
         state, _ = step(state, batch())
     assert not any(leaf.is_deleted() for leaf in mine)
     after = [np.array(jax.random.key_data(x) if x.dtype.name.startswith("key") else x) for x in mine]
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    model = state.model
+    assert type(model) is type(made.model)
+    assert jax.tree.structure(model) == jax.tree.structure(made.model)
+    again, trained = (jax.tree.leaves(each.params) for each in (polyamp.init(model, chosen, **made.options), state))
+    assert all(np.array_equal(a, b) for a, b in zip(again, trained, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(start, trained, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "mixed_float16") for kind in ("linen", "nnx", "equinox", "haiku")), ("linen", "float32")],
+)
 def test_running_statistics_move_with_applied_steps_only(
-    make_normalized: Any, policy: str, recipe: Any, batch: Any, loss_fn: Any, backend: Any
+    make_kind: Any, kind: str, policy: str, recipe: Any, batch: Any, loss_fn: Any, backend: Any
 ) -> None:
-    made = make_normalized(norm=True)
+    """And a model comes back with them."""
+    made = make_kind(kind, norm=True)
     chosen = recipe(policy, scaler=polyamp.LossScaler(init_scale=2.0**8))
     state = polyamp.init(made.model, chosen, **made.options)
     step = polyamp.train_step(loss_fn, chosen)
@@ -86,6 +99,10 @@ def test_running_statistics_move_with_applied_steps_only(
     moved = [name for name in start if start[name].tobytes() != applied[name].tobytes()]
     assert len(moved) >= 2, "mean and variance"
     assert all(applied[name].dtype == start[name].dtype for name in start)
+    assert jax.tree.structure(state.model) == jax.tree.structure(made.model)
+    for _ in range(2):  # an eqx.nn.State may be used only once; the training state must outlive that
+        again = polyamp.init(state.model, chosen, **made.options)
+        assert len(jax.tree.leaves(again.running)) == len(jax.tree.leaves(state.running))
 
 
 def test_running_statistics_are_those_of_plain_flax(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
@@ -105,32 +122,24 @@ def output_and_loss(model: Any, batch: Any) -> Any:
     return jnp.mean(output * batch["gain"]), output
 
 
-def test_random_streams_move_on_at_skipped_steps_too(make: Any, recipe: Any, batch: Any, backend: Any) -> None:
-    made = make(dropout=True)
-    state = polyamp.init(made.model, recipe(), **made.options)
-    step = polyamp.train_step(output_and_loss, recipe())
-    outputs = []
-    for _ in range(3):
-        state, result = step(state, batch(gain=np.inf))
-        assert bool(result.skipped)
-        outputs.append(np.array(result.aux))
-    assert not np.array_equal(outputs[0], outputs[1])
-    assert not np.array_equal(outputs[1], outputs[2])
-
-
-def test_every_call_and_every_micro_batch_has_its_own_mask(make: Any, recipe: Any, batch: Any) -> None:
+def test_every_call_every_micro_batch_and_every_step_has_its_own_mask(make: Any, recipe: Any, batch: Any) -> None:
+    """A skipped step too: its mask must not come back."""
     made = make(dropout=True)
 
     def twice(model: Any, batch: Any) -> Any:
         first, second = model(batch["x"]), model(batch["x"])
-        return jnp.mean(first + second), (first, second)
+        return jnp.mean((first + second) * batch["gain"]), (first, second)
 
     chosen = recipe(accumulate_steps=2)
     state = polyamp.init(made.model, chosen, **made.options)
-    _, result = polyamp.train_step(twice, chosen)(state, [batch(), batch()])
-    masks = [np.array(part) for pair in result.aux for part in pair]
-    assert len(masks) == 4
-    assert all(not np.array_equal(masks[i], masks[j]) for i in range(4) for j in range(i))
+    step = polyamp.train_step(twice, chosen)
+    masks = []
+    for gain in (np.inf, np.inf, 1.0):
+        state, result = step(state, [batch(gain=gain), batch(gain=gain)])
+        assert bool(result.skipped) == (gain == np.inf)
+        masks += [np.array(part) for pair in result.aux for part in pair]
+    assert len(masks) == 12
+    assert all(not np.array_equal(masks[i], masks[j]) for i in range(12) for j in range(i))
 
 
 def test_two_examples_of_one_batch_have_different_masks_in_equinox(make_kind: Any, recipe: Any) -> None:
@@ -141,18 +150,25 @@ def test_two_examples_of_one_batch_have_different_masks_in_equinox(make_kind: An
     assert not np.array_equal(result.aux[0], result.aux[1])
 
 
-@pytest.mark.parametrize("key", [0, jax.random.key(0), jax.random.PRNGKey(0)], ids=["seed", "typed", "raw"])
-def test_seeds_and_both_styles_of_keys_are_accepted(
-    make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, key: Any
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        (key, kind)
+        for key, kinds in ((jax.random.key(0), ("linen", "equinox")), (jax.random.PRNGKey(0), ("haiku", "function")))
+        for kind in kinds
+    ],
+    ids=["typed-linen", "typed-equinox", "raw-haiku", "raw-function"],
+)
+def test_both_styles_of_keys_are_accepted(
+    make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, key: Any, kind: str
 ) -> None:
-    for kind in ("linen", "haiku", "equinox", "function"):
-        made = make_kind(kind, dropout=True)
-        options = {**made.options, "rngs": {"dropout": key} if kind == "linen" else key}
-        state = polyamp.init(made.model, recipe(), **options)
-        state, result = polyamp.train_step(loss_fn, recipe())(state, batch())
-        assert np.isfinite(float(result.loss))
-    if not isinstance(key, int):
-        assert not key.is_deleted()
+    """As seeds are, which the other tests pass."""
+    made = make_kind(kind, dropout=True)
+    options = {**made.options, "rngs": {"dropout": key} if kind == "linen" else key}
+    state = polyamp.init(made.model, recipe(), **options)
+    state, result = polyamp.train_step(loss_fn, recipe())(state, batch())
+    assert np.isfinite(float(result.loss))
+    assert not key.is_deleted()
 
 
 def test_an_override_holds_in_its_module_and_ends_behind_it(
@@ -195,32 +211,6 @@ def test_an_override_against_a_modules_own_dtype_is_refused(recipe: Any, batch: 
     policy = polyamp.Policy("mixed_float16", overrides={"head": "float32"})
     with pytest.raises(PolicyError, match="'head' the dtype float32, but it was built with dtype=float16"):
         polyamp.train_step(loss_fn, recipe(policy))(polyamp.init(Holder(), recipe(policy)), batch())
-
-
-def test_the_model_comes_back_in_its_native_form(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
-    made = make()
-    state = polyamp.init(made.model, recipe("float32"), **made.options)
-    state, _ = polyamp.train_step(loss_fn, recipe("float32"))(state, batch())
-    model = state.model
-    assert type(model) is type(made.model)
-    assert jax.tree.structure(model) == jax.tree.structure(made.model)
-    again = polyamp.init(model, recipe("float32"), **made.options)
-    assert all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True)
-    )
-    assert not np.array_equal(jax.tree.leaves(model)[-1], jax.tree.leaves(made.model)[-1])
-
-
-def test_a_stateful_model_comes_back_with_its_state(
-    make_normalized: Any, recipe: Any, batch: Any, loss_fn: Any
-) -> None:
-    made = make_normalized(norm=True)
-    state = polyamp.init(made.model, recipe("float32"), **made.options)
-    state, _ = polyamp.train_step(loss_fn, recipe("float32"))(state, batch())
-    assert jax.tree.structure(state.model) == jax.tree.structure(made.model)
-    for _ in range(2):  # an eqx.nn.State may be used only once; the training state must outlive that
-        again = polyamp.init(state.model, recipe("float32"), **made.options)
-        assert len(jax.tree.leaves(again.running)) == len(jax.tree.leaves(state.running))
 
 
 def test_haiku_state_may_be_given_as_three_items(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:

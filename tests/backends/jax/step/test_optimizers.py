@@ -96,10 +96,11 @@ def test_twenty_updates_agree_with_optax_where_the_formulas_are_the_same(name: s
     params: Any = {"w": jnp.asarray(rng.normal(size=(5, 4)), jnp.float32), "b": jnp.ones(3)}
     mine, theirs = params, params
     state, other = make_transformation(spec).init(mine), native.init(theirs)
+    step, native_update = jax.jit(lambda *given: update_parameters(spec, *given)), jax.jit(native.update)
     for _ in range(20):
         grads = {key: jnp.asarray(rng.normal(size=value.shape), jnp.float32) for key, value in params.items()}
-        mine, state = update_parameters(spec, grads, state, mine)
-        updates, other = native.update(grads, other, theirs)
+        mine, state = step(grads, state, mine)
+        updates, other = native_update(grads, other, theirs)
         theirs = optax.apply_updates(theirs, updates)
     for key in params:
         np.testing.assert_allclose(mine[key], theirs[key], rtol=3e-4, atol=3e-5)

@@ -69,14 +69,27 @@ def test_two_states_of_one_model_have_one_structure(make_kind: Any, recipe: Any)
         assert jax.tree.structure(first) != jax.tree.structure(other)
 
 
-def test_no_leaf_is_weakly_typed(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
-    made = make(dropout=True)
-    for policy in ("float32", "mixed_float16"):
-        state = polyamp.init(made.model, recipe(policy, optimizer=polyamp.adamw(1e-3)), **made.options)
-        assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
-        step = polyamp.train_step(loss_fn, state.recipe)
-        after, _ = step(state, batch())
-        assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(after))
+def pointers(tree: Any) -> list[int]:
+    """Where the leaves lie in memory."""
+    keys = jax.dtypes.prng_key
+    leaves = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, keys) else x for x in jax.tree.leaves(tree))
+    return [leaf.unsafe_buffer_pointer() for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "mixed_float16") for kind in ("linen", "nnx", "equinox", "haiku", "function")), ("linen", "float32")],
+)
+def test_no_leaf_is_weakly_typed_and_no_two_share_a_buffer(
+    make_kind: Any, kind: str, policy: str, recipe: Any, batch: Any, loss_fn: Any
+) -> None:
+    made = make_kind(kind, dropout=True)
+    state = polyamp.init(made.model, recipe(policy, optimizer=polyamp.adamw(1e-3)), **made.options)
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
+    assert len(set(pointers(state))) == len(pointers(state))
+    after, result = polyamp.train_step(loss_fn, state.recipe)(state, batch())
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(after))
+    assert len(set(pointers((after, result)))) == len(pointers((after, result)))
 
 
 OPTIMIZERS = {
@@ -125,19 +138,6 @@ def test_one_trace_and_one_compilation_when_the_parameters_are_committed(
     with caplog.at_level("WARNING"), jax.log_compiles():
         state, _ = step(state, batch())
     assert not [record for record in caplog.records if "Compiling" in record.message]
-
-
-def test_no_two_leaves_share_a_buffer(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
-    made = make()
-    state = polyamp.init(made.model, recipe(optimizer=polyamp.adam(1e-3)), **made.options)
-    step = polyamp.train_step(loss_fn, state.recipe)
-
-    def pointers(tree: Any) -> list[int]:
-        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
-
-    assert len(set(pointers(state))) == len(pointers(state))
-    state, result = step(state, batch())
-    assert len(set(pointers((state, result)))) == len(pointers((state, result)))
 
 
 def test_two_scale_states_can_be_donated_together() -> None:

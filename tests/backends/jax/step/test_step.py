@@ -103,23 +103,30 @@ def test_gradients_are_unscaled_with_the_scale_that_made_them(make_kind: Any, re
     assert len(set(losses)) == 1
 
 
+def after_three(made: Any, recipe: Any, loss_fn: Any, steps: int, item: Any) -> tuple[float, list[Any]]:
+    """The last loss and the parameters after three steps of `steps` micro-batches each."""
+    chosen = recipe("float32", accumulate_steps=steps, optimizer=polyamp.sgd(0.1, momentum=0.9), clip_norm=0.1)
+    state = polyamp.init(made.model, chosen, **made.options)
+    step = polyamp.train_step(loss_fn, chosen)
+    for _ in range(3):
+        state, result = step(state, item)
+    return float(result.loss), [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
+
+
 def test_accumulating_equals_one_big_batch(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
-    made = make()
-    big = batch(size=8)
+    made, big = make(), batch(size=8)
+    (whole_loss, whole), (loss, params) = (after_three(made, recipe, loss_fn, steps, big) for steps in (1, 4))
+    np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
+    for a, b in zip(params, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_list_of_micro_batches_is_the_batch_cut(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    made, big = make_kind("linen"), batch(size=8)
     pieces = [{name: value[i : i + 2] for name, value in big.items()} for i in range(0, 8, 2)]
-    ends = []
-    for steps, item in ((1, big), (4, big), (4, pieces)):
-        chosen = recipe("float32", accumulate_steps=steps, optimizer=polyamp.sgd(0.1, momentum=0.9), clip_norm=0.1)
-        state = polyamp.init(made.model, chosen, **made.options)
-        step = polyamp.train_step(loss_fn, chosen)
-        for _ in range(3):
-            state, result = step(state, item)
-        ends.append((float(result.loss), [np.array(leaf) for leaf in jax.tree.leaves(state.params)]))
-    for loss, params in ends[1:]:
-        np.testing.assert_allclose(loss, ends[0][0], rtol=1e-6)
-        for a, b in zip(params, ends[0][1], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-    assert all(np.array_equal(a, b) for a, b in zip(ends[1][1], ends[2][1], strict=True))
+    (cut_loss, cut), (loss, params) = (after_three(made, recipe, loss_fn, 4, item) for item in (big, pieces))
+    assert loss == cut_loss
+    assert all(np.array_equal(a, b) for a, b in zip(params, cut, strict=True))
 
 
 def test_statistics_flow_from_micro_batch_to_micro_batch(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
