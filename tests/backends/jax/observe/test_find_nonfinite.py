@@ -148,4 +148,7 @@ def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
     """The untaken branch of the middle module has an infinite slope; the forward pass is finite."""
     report = found(Plain(lambda x: jnp.where(x > 1e9, jnp.sqrt(x - x), x)), loss_scale=1.0)
     assert (report.origin, report.module, report.finite_until) == ("backward", "first", "middle")
+    assert report.operation == "sqrt"
+    assert report.place is not None
+    assert "jnp.sqrt(x - x)" in report.place.code
     assert "in what uses the output of first: in middle, the gradient of whose output is still finite" in str(report)
