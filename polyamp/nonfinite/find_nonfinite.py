@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,6 +31,14 @@ from polyamp.trees import leaves
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
+
+_ROOT: Final = "sqrt"
+"""Function whose derivative is infinite at 0, where its result is finite."""
+_STEEP: Final = frozenset(
+    {"log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "div", "realdiv", "reciprocal", "inv", "rsqrt", "pow"}
+    | {"asin", "acos", "atanh", "tan", _ROOT}
+)
+"""Functions whose derivative can be infinite, by the names that the frameworks have, in lower case."""
 
 
 def find_nonfinite(
@@ -116,19 +124,28 @@ def _run_pass(
                 name = name.removeprefix("model/")
                 return msgspec.structs.replace(empty, origin="parameters", module=name)
         record = observer.capture_pass(state, loss_fn, batch, on_capture)
-        if not np.isfinite(record.loss):
-            log = _operations(observer, state, loss_fn, batch)
-            return _forward_report(empty, values, log)
+        finite = np.isfinite(record.loss)
+        found = _backward_report(empty, values, record.gradients) if finite else None
+        if finite and found is None:
+            return empty
+        log = _operations(observer, state, loss_fn, batch)
+    return _forward_report(empty, values, log) if found is None else _with_operation(found, _steep_operation(log), log)
+
+
+def _backward_report(
+    empty: NonfiniteReport, values: list[_CapturedValue], gradients: Mapping[str, Array | None]
+) -> NonfiniteReport | None:
+    """Return the report of a pass whose loss is finite; None if its gradients are too."""
     cotangents = [each for each in values if each.kind == "cotangent"]
     for index, each in enumerate(cotangents):
         if not each.finite:
             before = cotangents[index - 1].module if index else ""
             return msgspec.structs.replace(empty, origin="backward", module=each.module, finite_until=before)
-    for name, value in record.gradients.items():
+    for name, value in gradients.items():
         if value is not None and not np.isfinite(value).all():
             module = name.rpartition("/")[0]
             return msgspec.structs.replace(empty, origin="backward", module=module)
-    return empty
+    return None
 
 
 def _operations(observer: Any, state: Any, loss_fn: LossFunction, batch: Any) -> OperationLog:
@@ -142,7 +159,11 @@ def _forward_report(empty: NonfiniteReport, values: list[_CapturedValue], log: O
     """Return the report of a pass whose loss is not finite."""
     module, between = _first_module(values)
     found = msgspec.structs.replace(empty, origin="forward", module=module, between=between)
-    number = _first_operation(log)
+    return _with_operation(found, _first_operation(log), log)
+
+
+def _with_operation(found: NonfiniteReport, number: int | None, log: OperationLog) -> NonfiniteReport:
+    """Return a report with the operation of a record, if there is one."""
     if number is None:
         return found
     record = log.records[number]
@@ -185,6 +206,20 @@ def _first_operation(log: OperationLog) -> int | None:
             waiting.extend(log.records[number].inputs)
     origins = (n for n in sorted(reached) if not any(each in reached for each in log.records[n].inputs))
     return next(origins, None)
+
+
+def _steep_operation(log: OperationLog) -> int | None:
+    """Return the last operation of a finite pass whose derivative is not finite at what it was given: a root of 0, or a
+    function whose result is not finite and is not taken, as in the other branch of a `where`."""
+    for number in reversed(range(len(log.records))):
+        record = log.records[number]
+        name, inputs = record.name.lower(), [log.records[each].value for each in record.inputs]
+        if name not in _STEEP or any(each.nonfinite for each in inputs):
+            continue
+        is_at_zero = bool(inputs) and bool(inputs[0].quantiles) and inputs[0].quantiles[0] == 0.0
+        if record.value.nonfinite or (name == _ROOT and is_at_zero):
+            return number
+    return None
 
 
 def _value_range(record: OperationRecord) -> ValueRange:

@@ -41,7 +41,8 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         finite_until: backward: the module whose gradient with respect to its output was the last finite one before, so
             that the operation stands in this module or in code between the two; "" if there was none, or where
             `module`'s parameters alone have such a gradient.
-        operation: the framework's name of the operation; "" where it is not visible, as in a backward pass.
+        operation: the framework's name of the operation; backward: of the forward pass's, whose derivative is not
+            finite at what it was given. "" where none is visible.
         place: the source line that asked for it; None if unknown.
         iterations: the turns, from 0, of the compiled loops around it (JAX's scan), the outermost first.
         inputs, output: ranges of the operation's values.
@@ -85,7 +86,8 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.operation:
             turns = "".join(f", in iteration {number} of a scan" for number in self.iterations)
             given = "".join(f"\n    given {each}" for each in self.inputs)
-            lines.append(f"  operation: {self.operation}{turns}{given}")
+            slope = ", whose derivative is not finite there" if self.origin == "backward" else ""
+            lines.append(f"  operation: {self.operation}{slope}{turns}{given}")
         if self.output is not None:
             lines.append(f"    makes {self.output}")
         if self.place is not None:

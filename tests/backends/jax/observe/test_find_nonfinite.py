@@ -148,6 +148,9 @@ def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
     """The untaken branch of the middle module has an infinite slope; the forward pass is finite."""
     report = found(Plain(lambda x: jnp.where(x > 1e9, jnp.sqrt(x - x), x)), loss_scale=1.0)
     assert (report.origin, report.module, report.finite_until) == ("backward", "first", "middle")
+    assert report.operation == "sqrt"
+    assert report.place is not None
+    assert "jnp.sqrt(x - x)" in report.place.code
     assert "between first and middle: the gradient that enters middle is finite" in str(report)
 
 

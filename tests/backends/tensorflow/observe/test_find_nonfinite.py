@@ -153,3 +153,6 @@ def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
         lambda model, x: keras.ops.mean(keras.ops.square(model(x))), "float32", model, np.ones((4, 8), np.float32)
     )
     assert (report.origin, report.module, report.finite_until) == ("backward", "first", "gate")
+    assert report.operation == "Log"
+    assert report.place is not None
+    assert "keras.ops.log(x - x)" in report.place.code

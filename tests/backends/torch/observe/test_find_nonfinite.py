@@ -161,4 +161,17 @@ def test_a_gradient_that_is_not_finite_stands_between_two_modules() -> None:
     network = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), _Gate(), nn.Linear(8, 3))
     report = polyamp.find_nonfinite(lambda m, x: m(x).square().mean(), "float32", network, torch.randn(4, 8))
     assert (report.origin, report.module, report.finite_until) == ("backward", "1", "2")
+    assert report.operation == "sqrt"
+    assert report.place is not None
+    assert "x.sub(x).sqrt()" in report.place.code
     assert "between 1 and 2: the gradient that enters 2 is finite" in str(report)
+    assert "  operation: sqrt, whose derivative is not finite there\n    given float32 from 0 to 0" in str(report)
+
+
+def test_a_gradient_that_overflows_has_no_operation() -> None:
+    """Nothing in the forward pass is steep: a root of positive numbers, and a square at 0, are not."""
+    network = Plain(lambda x: x.relu().square().add(1.0).sqrt())
+    report = polyamp.find_nonfinite(
+        lambda m, x: m(x).square().mean(), "mixed_float16", network, torch.randn(4, 8), loss_scale=2.0**40
+    )
+    assert (report.origin, report.operation, report.place) == ("backward", "", None)
