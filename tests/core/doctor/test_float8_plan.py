@@ -128,6 +128,8 @@ def test_the_recipe_keeps_its_own_overrides_unless_they_decide_otherwise() -> No
     own = {"lm_head": "float8", "a": "float8"}
     recipe = RECIPE.replace(policy=RECIPE.policy.replace(overrides=own))
     assert found.recipe(recipe).policy.overrides == {**own, "a/b": "bfloat16"}
+    recipe = RECIPE.replace(policy=RECIPE.policy.replace(overrides={"a/b": "float8"}))
+    assert found.recipe(recipe).policy.overrides == {"a/b": "bfloat16"}
     for glob, module in (({"**/b": "float8"}, "a/b"), ({"lm_*": "bfloat16"}, "lm_head")):
         recipe = RECIPE.replace(policy=RECIPE.policy.replace(overrides=glob))
         with pytest.raises(ArgumentError, match=rf"decides about the module '{module}', for which the plan says"):
@@ -208,6 +210,16 @@ def test_each_shape_is_measured_once_on_the_models_device(made: MadeUpProbe) -> 
     assert (found.device, found.device_label, found.compiled, found.emulated) == ("gpu:1", "Made up 1", True, False)
     emulated = polyamp.float8_plan("model", Policy("mixed_float8", float8=Float8(emulate=True)), "x", backend="made")
     assert (emulated.emulated, emulated.compiled, emulated.overrides) == (True, False, {})
+    made.always_compiles = True
+    assert polyamp.float8_plan("model", "mixed_float8", "x", backend="made").compiled is True
+
+
+def test_a_program_runs_once_before_its_time_counts() -> None:
+    runs: list[str] = []
+    programs = ProductPrograms(lambda n: runs.append("wide"), lambda n: runs.append("narrow"))
+    probe: Any = SimpleNamespace(programs=lambda *_, **__: programs)
+    measure_product(probe, SMALL, Float8(), "gpu:1", compiled=True, limits=TimingLimits(0.0, 0.0, 1, 1))
+    assert runs == ["wide", "narrow"] * 3  # compilation, a sample for the length of a run, a round of samples
 
 
 def test_an_accelerator_is_measured_for_longer_than_a_cpu() -> None:
