@@ -114,7 +114,7 @@ def test_a_spec_in_fit_is_the_spec_in_the_step(clip: dict[str, float]) -> None:
     )
     x, y = rows()
     fitted, stepped = make_model(norm=False), make_model(norm=False)
-    compile_model(fitted, recipe, loss=cross_entropy())
+    compile_model(fitted, recipe, loss=cross_entropy(), jit_compile=False)
     fitted.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     state = polyamp.init(stepped, recipe)
     step = polyamp.train_step(
@@ -134,15 +134,15 @@ def test_s34_averages_in_fit_are_kerass() -> None:
         compile_model(make_model(), polyamp.Recipe(ema=polyamp.Ema(0.9)), loss=cross_entropy())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_skipped_step_moves_nothing_but_scale_and_seeds(accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "jit_compile"), [(1, True), (2, False)])
+def test_a_skipped_step_moves_nothing_but_scale_and_seeds(accumulate: int, jit_compile: bool) -> None:
     recipe = polyamp.Recipe(
         optimizer=keras.optimizers.AdamW(1e-2, use_ema=True),
         scaler=polyamp.LossScaler(init_scale=16.0),
         accumulate_steps=accumulate,
     )
     model = make_model()
-    compile_model(model, recipe, loss=cross_entropy())
+    compile_model(model, recipe, loss=cross_entropy(), jit_compile=jit_compile)
     x, y = rows(4 * accumulate)
     inputs = x.copy()
     inputs[-1] = np.inf  # in the last micro-batch: the first one's statistics are taken back as well
@@ -167,7 +167,7 @@ def test_s08_the_smaller_last_batch_of_an_epoch_counts_by_its_rows(scaler: Any) 
             optimizer=polyamp.sgd(0.1, momentum=0.9), scaler=scaler, clip_norm=0.5, accumulate_steps=accumulate
         )
         model = make_model(norm=False)
-        compile_model(model, recipe, loss=cross_entropy())
+        compile_model(model, recipe, loss=cross_entropy(), jit_compile=False)
         x, y = rows(10)
         if accumulate == 2:
             model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
@@ -183,7 +183,9 @@ def test_s08_the_smaller_last_batch_of_an_epoch_counts_by_its_rows(scaler: Any) 
 
 def test_keras_own_scaler_moves_statistics_on_a_skipped_step() -> None:
     model = make_model()
-    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss=cross_entropy())
+    model.compile(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss=cross_entropy(), jit_compile=False
+    )
     x, y = rows(4)
     x[0] = np.inf
     model.train_on_batch(x, y)
@@ -211,7 +213,9 @@ def test_bfloat16_layers_and_a_float32_loss() -> None:
 
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6), keras.layers.Dense(6), keras.layers.Dense(1)])
-    compile_model(model, polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1)), loss=loss)
+    compile_model(
+        model, polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1)), loss=loss, jit_compile=False
+    )
     x = rows()[0]
     model.fit(x, x[:, :1], verbose=0)
     assert set(seen) == {"float32"} or set(seen) == {tf.float32}
@@ -224,7 +228,7 @@ def test_compiling_again_takes_the_former_policy_off() -> None:
     model = make_model(norm=False)
     compile_model(model, polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
     assert model.layers[0].compute_dtype == "bfloat16"
-    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
+    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy(), jit_compile=False)
     assert model.layers[0].compute_dtype == "float32"
     model.fit(*rows(), verbose=0)
     assert int(model.optimizer.iterations) == 1
@@ -284,7 +288,7 @@ def test_15_sigmoid_layers_train_with_scaling_and_not_without() -> None:
 def test_a_stuck_scale_ends_fit_and_names_the_parameters() -> None:
     model = make_model(norm=False)
     recipe = polyamp.Recipe(optimizer=polyamp.sgd(0.1), scaler=polyamp.LossScaler(init_scale=2.0**-13, patience=4))
-    compile_model(model, recipe, loss=cross_entropy(), steps_per_execution=2)
+    compile_model(model, recipe, loss=cross_entropy(), steps_per_execution=2, jit_compile=False)
     x, y = rows(64)
     with pytest.raises(LossScaleStuckError, match=rf"4 steps in a row .*: {model.weights[0].path}, "):
         model.fit(np.full_like(x, np.nan), y, batch_size=4, verbose=0)
@@ -293,7 +297,7 @@ def test_a_stuck_scale_ends_fit_and_names_the_parameters() -> None:
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # Keras's files
 def test_callbacks_see_an_ordinary_optimizer(tmp_path: Any) -> None:
     model = make_model(norm=False)
-    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.5)), loss=cross_entropy())
+    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.5)), loss=cross_entropy(), jit_compile=False)
     rates = []
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
@@ -324,7 +328,7 @@ def test_a_model_with_its_own_train_step_keeps_it() -> None:
 
     model = Own()
     model(np.ones((1, 4), np.float32))
-    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
+    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy(), jit_compile=False)
     model.fit(*rows(), verbose=0)
     assert calls == ["own"]
     assert int(model.optimizer.iterations) == 1
@@ -335,7 +339,9 @@ def test_float32_matmul_holds_while_a_function_runs() -> None:
     before, seen = enabled(), []
     model = make_model(norm=False)
     policy = polyamp.Policy("float32", float32_matmul="highest")
-    compile_model(model, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
+    compile_model(
+        model, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)), loss=cross_entropy(), jit_compile=False
+    )
     model.make_train_function()
     inner = model.train_function
 
@@ -396,6 +402,6 @@ def test_a_refused_compile_leaves_the_policy_that_was_there() -> None:
 
 def test_a_model_that_keras_compiles_anew_trains_as_keras_has_it() -> None:
     model = make_model(norm=False)
-    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
-    model.compile("sgd", loss=cross_entropy())
+    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy(), jit_compile=False)
+    model.compile("sgd", loss=cross_entropy(), jit_compile=False)
     assert np.isfinite(model.fit(*rows(), verbose=0).history["loss"][0])

@@ -38,7 +38,11 @@ def test_a_model_that_runs_eagerly_is_not_compiled_with_xla() -> None:
 
 def test_guard_watches_over_functions_that_were_traced_before() -> None:
     model = make_model()
-    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.1), polyamp.LossScaler(init_scale=16.0)), cross_entropy())
+    model.compile(
+        LossScaleOptimizer(keras.optimizers.SGD(0.1), polyamp.LossScaler(init_scale=16.0)),
+        cross_entropy(),
+        jit_compile=False,
+    )
     model.fit(*rows(), verbose=0)
     before = model.layers[1].moving_mean.numpy()
     x, y = rows(4)
@@ -74,7 +78,7 @@ def test_a_stuck_scale_is_looked_for_once_every_patience_updates(batches: int) -
         optimizer=polyamp.sgd(0.1), scaler=polyamp.LossScaler(init_scale=2.0**-14, patience=4), accumulate_steps=2
     )
     model = make_model(norm=False)
-    compile_model(model, recipe, loss=cross_entropy(), steps_per_execution=batches)
+    compile_model(model, recipe, loss=cross_entropy(), steps_per_execution=batches, jit_compile=False)
     x, y = rows(36)
     looked: list[int] = []
     model.optimizer.raise_if_stuck = lambda: looked.append(model.optimizer.skipped_steps)

@@ -39,7 +39,7 @@ def fitted(
 ) -> list[MonitorRecord]:
     """Records of a `fit` that reads every update."""
     model, monitor = make_model(), polyamp.Monitor(every=options.pop("every", 1), weights=True)
-    polyamp_tensorflow.compile(model, made, loss="mse", **options)
+    polyamp_tensorflow.compile(model, made, loss="mse", **{"jit_compile": False, **options})
     callbacks = [polyamp_tensorflow.MonitorCallback(monitor)]
     model.fit(*data, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     return monitor.records
@@ -83,7 +83,7 @@ def assert_alike(records: list[MonitorRecord], wanted: list[MonitorRecord], *, m
             assert own.update_ratio == pytest.approx(theirs.update_ratio, rel=1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"jit_compile": False}, {"run_eagerly": True}])
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_s35_the_records_are_those_of_train_step(policy: str, options: dict[str, Any]) -> None:
     made, data = recipe(policy), rows(bad=17)
@@ -102,7 +102,7 @@ def test_s35_a_window_is_one_call_with_its_mean_loss() -> None:
     one_batch = made.replace(accumulate_steps=1)
     assert_alike(records[:1], stepped(one_batch, parts[0], rows_per_step=24))
     model = make_model()
-    polyamp_tensorflow.compile(model, one_batch, loss="mse")
+    polyamp_tensorflow.compile(model, one_batch, loss="mse", jit_compile=False)
     losses = [model.train_on_batch(*part) for part in parts[:1]]
     model.reset_metrics()
     losses.append(model.train_on_batch(*parts[1]))
@@ -139,7 +139,9 @@ def test_s35_it_changes_no_step() -> None:
     weights = []
     for callbacks in ([], [polyamp_tensorflow.MonitorCallback(polyamp.Monitor(every=2, weights=True))]):
         model = make_model()
-        polyamp_tensorflow.compile(model, recipe(optimizer=polyamp.adam(0.1), clip_norm=0.1), loss="mse")
+        polyamp_tensorflow.compile(
+            model, recipe(optimizer=polyamp.adam(0.1), clip_norm=0.1), loss="mse", jit_compile=False
+        )
         model.fit(*rows(bad=17), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
         weights.append([*model.get_weights(), *(v.numpy() for v in model.optimizer.scale_variables)])
     for plain, watched in zip(*weights, strict=True):
@@ -151,7 +153,7 @@ def test_s35_two_replicas_have_the_figures_of_one_process(two_cpus: Any) -> None
     monitor = polyamp.Monitor(every=1, weights=True)
     with two_cpus.scope():
         model = make_model()
-        polyamp_tensorflow.compile(model, made, loss="mse")
+        polyamp_tensorflow.compile(model, made, loss="mse", jit_compile=False)
     callbacks = [polyamp_tensorflow.MonitorCallback(monitor)]
     model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
     assert_alike(monitor.records, fitted(made, data))
@@ -172,7 +174,7 @@ class Traced(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
 def test_s35_a_switch_traces_nothing_again() -> None:
     layer = Traced()
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), layer])
-    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse")
+    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse", jit_compile=False)
     monitor, counts, ran = polyamp.Monitor(every=2), [], []
 
     class Switch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
@@ -199,7 +201,7 @@ def test_s35_a_switch_traces_nothing_again() -> None:
 def test_s35_skips_are_counted_over_several_fits() -> None:
     """Steps without the monitor in between are no skips."""
     model, monitor = make_model(), polyamp.Monitor(every=4)
-    polyamp_tensorflow.compile(model, recipe(), loss="mse")
+    polyamp_tensorflow.compile(model, recipe(), loss="mse", jit_compile=False)
     watch = polyamp_tensorflow.MonitorCallback(monitor)
     for data, callbacks in ((rows(bad=17), [watch]), (rows(32), []), (rows(bad=1), [watch])):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
@@ -221,7 +223,7 @@ class Twice(keras.Sequential):  # type: ignore[misc]  # Keras is untyped
 
 def test_s35_every_update_of_an_own_train_step_is_a_call() -> None:
     model, monitor = Twice([keras.Input((6,)), keras.layers.Dense(3)]), polyamp.Monitor(every=4)
-    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse")
+    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse", jit_compile=False)
     watch = polyamp_tensorflow.MonitorCallback(monitor)
     model.fit(*rows(bad=17), batch_size=8, shuffle=False, verbose=0, callbacks=[watch])
     assert [(record.call, record.step, record.skips) for record in monitor.records] == [
@@ -254,16 +256,18 @@ def test_s35_without_a_scaler_the_norm_is_there() -> None:
 
 def test_s35_a_model_of_model_compile_says_its_policy() -> None:
     model, monitor = make_model(), polyamp.Monitor(every=1)
-    model.compile(polyamp_tensorflow.LossScaleOptimizer(keras.optimizers.SGD(0.1), SCALER), loss="mse")
+    model.compile(
+        polyamp_tensorflow.LossScaleOptimizer(keras.optimizers.SGD(0.1), SCALER), loss="mse", jit_compile=False
+    )
     with pytest.raises(ArgumentError, match="policy must say in which dtype 'sequential"):
         model.fit(*rows(8), verbose=0, callbacks=[polyamp_tensorflow.MonitorCallback(monitor)])
     model.fit(*rows(8), verbose=0, callbacks=[polyamp_tensorflow.MonitorCallback(monitor, "float32")])
     assert [record.scale for record in monitor.records] == [SCALER.init_scale]
-    model.compile("sgd", loss="mse")
+    model.compile("sgd", loss="mse", jit_compile=False)
     with pytest.raises(LossScaleError, match=r"Received: keras\..*SGD"):
         model.fit(*rows(8), verbose=0, callbacks=[polyamp_tensorflow.MonitorCallback(monitor, "float32")])
     watches = [polyamp_tensorflow.MonitorCallback(monitor, "float32") for _ in range(2)]
-    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse")
+    polyamp_tensorflow.compile(model, recipe("float32"), loss="mse", jit_compile=False)
     with pytest.raises(ArgumentError, match="callbacks must have one MonitorCallback"):
         model.fit(*rows(8), verbose=0, callbacks=watches)
     with pytest.raises(ArgumentError, match=r"monitor must be a polyamp\.Monitor\. Received: 3"):

@@ -40,23 +40,21 @@ def dense() -> Any:
 def trained(make: Any, loss: Any, count: int, x: Any, y: Any, **data: Any) -> list[Any]:
     model = make()
     recipe = polyamp.Recipe(optimizer=polyamp.sgd(0.5), accumulate_steps=count)
-    polyamp_tensorflow.compile(model, recipe, loss=loss)
+    polyamp_tensorflow.compile(model, recipe, loss=loss, jit_compile=False)
     model.fit(x, y, batch_size=8 // count, epochs=2, shuffle=False, verbose=0, **data)
     assert int(model.optimizer.iterations) == 2
     return list(model.get_weights())
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_s08_a_mask_decides_what_a_micro_batch_counts(count: int) -> None:
+def test_s08_a_mask_decides_what_a_micro_batch_counts() -> None:
     """Keras divides a masked loss by what the mask leaves."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    one, several = (trained(masked, loss, n, TOKENS, LABELS) for n in (1, count))
+    one, several = (trained(masked, loss, n, TOKENS, LABELS) for n in (1, 2))
     for ours, theirs in zip(several, one, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-@pytest.mark.parametrize("make", [masked, plain], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize(("make", "column"), [(masked, True), (plain, False)], ids=["masked", "plain"])
 def test_s08_a_class_that_a_loss_ignores_does_not_count(make: Any, column: bool) -> None:
     """Beside a mask as well: Keras divides by what both leave."""
     labels = np.where(np.arange(5) < [[1], [5], [2], [0], [4], [3], [1], [1]], LABELS, 2)
@@ -78,7 +76,9 @@ def test_s08_sample_weights_decide_where_the_loss_divides_by_them(reduction: str
 def test_s08_a_window_in_which_nothing_counts_updates_nothing() -> None:
     model = dense()
     recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.5, weight_decay=0.5), accumulate_steps=2)
-    polyamp_tensorflow.compile(model, recipe, loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+    polyamp_tensorflow.compile(
+        model, recipe, loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"), jit_compile=False
+    )
     before = [weights.copy() for weights in model.get_weights()]
     x, y = np.ones((8, 5), "f4"), np.ones((8, 1), "f4")
     model.fit(x, y, batch_size=4, verbose=0, sample_weight=np.zeros(8, "f4"))

@@ -50,7 +50,7 @@ def train(model: Any, *, bad: int | None = None) -> None:
 
 def trained() -> Any:
     model = make_model()
-    compile_model(model, RECIPE, loss="mse")
+    compile_model(model, RECIPE, loss="mse", jit_compile=False)
     train(model, bad=5)
     return model
 
@@ -122,7 +122,7 @@ def test_a_config_that_is_no_spec_is_refused() -> None:
 def test_a_spec_alone_in_model_compile(tmp_path: Path) -> None:
     """And by itself, without a loss scale: torch's formula in plain Keras."""
     model = make_model()
-    model.compile(SpecOptimizer(polyamp.adam(1e-2, eps=1e-3)), loss="mse")
+    model.compile(SpecOptimizer(polyamp.adam(1e-2, eps=1e-3)), loss="mse", jit_compile=False)
     train(model)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")

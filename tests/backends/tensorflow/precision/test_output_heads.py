@@ -61,7 +61,7 @@ SOFTMAX: dict[str, Callable[[], Any]] = {
 
 
 def evaluated(model: Any, loss: Any = "sparse_categorical_crossentropy") -> float:
-    model.compile(loss=loss)
+    model.compile(loss=loss, jit_compile=False)
     return float(model.evaluate(X, Y, verbose=0))
 
 
@@ -109,7 +109,7 @@ def test_a_sigmoid_head_reports_30_too(name: str) -> None:
     plain = keras.Sequential([keras.Input((1,)), layers.Dense(1, kernel_initializer=keras.initializers.Constant(30.0))])
     plain.add(layers.Activation("sigmoid"))
     for each in (model, plain):
-        each.compile(loss="binary_crossentropy")
+        each.compile(loss="binary_crossentropy", jit_compile=False)
     with apply_policy(plain, Policy(name)):
         assert float(plain.evaluate(X, 0 * Y, verbose=0)) == 30.0
     with apply_policy(model, Policy(name)) as applied:

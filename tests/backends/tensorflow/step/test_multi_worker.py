@@ -1,16 +1,20 @@
 """Two processes on loopback under MultiWorkerMirroredStrategy, with a kill timeout: one decision, and no hang.
 
-Run as a program, this file is one of the two workers; its last line is what it saw, as JSON.
+Run as a program, this file is one of the two workers; its first line is what it saw, as JSON. After that it trains
+with Keras's own scaler until it hangs.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,8 @@ OVERFLOWS = {1: 0, 2: 1}
 LOOPS = ("custom", "fit", "train_step")
 
 
-def start_workers(*arguments: str) -> list[subprocess.Popen[str]]:
+def start_workers(folder: Path) -> list[subprocess.Popen[str]]:
+    """Two workers, which write their errors into the folder."""
     sockets = [socket.socket() for _ in range(2)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -40,17 +45,20 @@ def start_workers(*arguments: str) -> list[subprocess.Popen[str]]:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]),
         }
-        command = [sys.executable, __file__, *arguments]
-        workers.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        command = [sys.executable, __file__, str(folder)]
+        with (folder / f"errors_{index}").open("w") as errors:
+            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True))
     return workers
 
 
-def end(workers: list[subprocess.Popen[str]]) -> None:
-    for worker in workers:
-        worker.kill()
-        worker.communicate()
+def next_line(worker: subprocess.Popen[str]) -> str:
+    """What a worker prints next; nothing from one that hung and was killed for it, or failed."""
+    assert worker.stdout is not None
+    killer = threading.Timer(SECONDS, worker.kill)
+    killer.start()
+    line = worker.stdout.readline()
+    killer.cancel()
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +67,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
+def workers(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started = start_workers(folder)
+    yield started
+    for worker in started:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.fixture(scope="module")
+def results(workers: list[subprocess.Popen[str]], folder: Path) -> list[dict[str, Any]]:
     """What each of the two workers saw, by loop."""
-    workers = start_workers("polyamp", str(folder))
-    try:
-        ended = [worker.communicate(timeout=SECONDS) for worker in workers]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"the workers hung for {SECONDS} s")
-    finally:
-        end(workers)
-    for worker, (_, errors) in zip(workers, ended, strict=True):
-        assert worker.returncode == 0, errors[-3000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+    lines = [next_line(worker) for worker in workers]
+    assert all(lines), [(folder / f"errors_{index}").read_text()[-3000:] for index in range(2)]
+    return [json.loads(line) for line in lines]
+
+
+@functools.cache
+def train_alone(loop: str) -> dict[str, Any]:
+    """The same training in this process."""
+    return train(loop)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -86,12 +102,12 @@ def test_an_overflow_on_one_worker_skips_on_both(results: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_workers_train_as_one_process(results: list[dict[str, Any]], loop: str) -> None:
-    alone = train(loop)
+    alone = train_alone(loop)
     np.testing.assert_allclose(results[0][loop]["weights"][-1], alone["weights"][-1], rtol=1e-5)
 
 
 def test_fit_evaluate_and_predict_give_the_numbers_of_one_process(results: list[dict[str, Any]]) -> None:
-    alone, together = train("fit"), results[0]["fit"]
+    alone, together = train_alone("fit"), results[0]["fit"]
     np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-5)
     assert np.isfinite([loss for step, loss in enumerate(alone["losses"]) if step not in OVERFLOWS]).all()
     np.testing.assert_allclose(together["evaluated"], alone["evaluated"], rtol=1e-5)
@@ -130,19 +146,17 @@ def test_s33_workers_save_together_and_any_number_goes_on(results: list[dict[str
     assert repr(weights(restored(folder / "file").model)) == first["saved"]
 
 
-def test_keras_own_scaler_hangs_where_polyamp_skips() -> None:
+def test_keras_own_scaler_hangs_where_polyamp_skips(
+    results: list[dict[str, Any]], workers: list[subprocess.Popen[str]]
+) -> None:
     """It takes the flag before the gradients are summed: one worker waits for a sum that the other never makes."""
-    workers = start_workers("keras")
-    try:
-        for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "one finite step\n"
-        time.sleep(5)
-        assert all(worker.poll() is None for worker in workers), "none has failed"
-    finally:
-        for worker in workers:
-            worker.kill()
-        outputs = [worker.communicate()[0] for worker in workers]
+    assert len(results) == 2, "polyamp's trainings have ended in both"
+    assert [next_line(worker) for worker in workers] == ["one finite step\n"] * 2
+    time.sleep(5)
+    assert all(worker.poll() is None for worker in workers), "none has failed"
+    for worker in workers:
+        worker.kill()
+    outputs = [next_line(worker) for worker in workers]
     assert outputs.count("both steps\n") < 2
 
 
@@ -315,12 +329,11 @@ def apart(strategy: Any) -> list[Any]:
     return [*found, same, int(result.step) == 1]
 
 
-def train_with_keras() -> None:
+def train_with_keras(strategy: Any) -> None:
     """One finite step, then one that overflows on the second worker, with Keras's own scaler."""
     import keras
     import tensorflow as tf
 
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
     index = strategy.cluster_resolver.task_id
     with strategy.scope():
         model = make_model()
@@ -380,12 +393,13 @@ def weights(model: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "keras":
-        train_with_keras()
-    else:
-        import tensorflow as tf
+    import tensorflow as tf
 
-        both = tf.distribute.MultiWorkerMirroredStrategy()
-        everything: dict[str, Any] = {loop: train(loop, both) for loop in LOOPS}
-        everything |= {"checkpoints": checkpoints(both, Path(sys.argv[2]))}
-        print(json.dumps({**everything, "statistics": statistics(both), "apart": apart(both)}), flush=True)
+    from tests import garbage
+
+    garbage.search_seldom()
+    both = tf.distribute.MultiWorkerMirroredStrategy()
+    everything: dict[str, Any] = {loop: train(loop, both) for loop in LOOPS}
+    everything |= {"checkpoints": checkpoints(both, Path(sys.argv[1]))}
+    print(json.dumps({**everything, "statistics": statistics(both), "apart": apart(both)}), flush=True)
+    train_with_keras(both)
