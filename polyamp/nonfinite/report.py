@@ -79,8 +79,7 @@ class NonfiniteReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.finite_until:
             where = (
                 f"between {self.module} and {self.finite_until}: the gradient that enters {self.finite_until} is "
-                f"finite, the one that reaches the output of {self.module} is not. The slope of a root or a logarithm "
-                "at 0, or an untaken branch of a where, is the usual reason"
+                f"finite, the one that reaches the output of {self.module} is not"
             )
         lines = [f"The first value that is not finite arises in the {self.origin} pass, {where}."]
         if self.operation:
