@@ -21,7 +21,6 @@ from polyamp.errors import RecipeError, plain_number_hint
 from polyamp.recipe.groups import check_groups
 from polyamp.records import Record
 from polyamp.schedules import Schedule, is_schedule
-from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES
 
 Shape = tuple[int, ...]
 Slots = dict[str, Any]
@@ -279,6 +278,8 @@ def _rate_hint(value: Any) -> str:
         return " The parameters are the model's: polyamp.init(model, recipe) gives them to the optimizer."
     if isinstance(value, type):
         return f" That is the class {getattr(value, 'tag', '') or value.__name__}: call it with its arguments."
+    from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES  # for this message alone
+
     made_by = value if hasattr(value, "__qualname__") else type(value)  # optax: a function inside of its maker
     name = f"{made_by.__module__.partition('.')[0]}.{made_by.__qualname__.partition('.')[0]}"
     if name in LIBRARY_SCHEDULES:

@@ -39,9 +39,7 @@ def test_arguments_in_another_order_are_refused_with_the_call_to_write() -> None
     for call in (polyamp.explain, polyamp.find_nonfinite):
         with pytest.raises(PolicyError, match=message.format(call.__name__)):
             call(loss_fn, model, polyamp.Policy("mixed_float16"), x)
-    with pytest.raises(
-        ArgumentError, match=r"a list of 1\. Write diagnose\(model, loss_fn, batches, recipe\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"a list of 1\. Write diagnose\(model, loss_fn, batches, recipe\)"):
         polyamp.diagnose(model, loss_fn, recipe, [x])
     with pytest.raises(PolicyError, match=r"Received: a Recipe\. Pass recipe\.policy\."):
         polyamp.explain(loss_fn, recipe, model, x)
