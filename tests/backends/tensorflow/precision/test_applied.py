@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -224,14 +222,8 @@ def test_a_model_exported_under_a_policy_runs_as_it_did(tmp_path: Path) -> None:
     assert np.array_equal(tf.saved_model.load(tmp_path / "model").serve(X), net(X))
 
 
-def test_importing_settles_no_global_policy() -> None:
-    code = (
-        "import keras, polyamp_tensorflow\n"
-        "keras.config.set_floatx('float64')\n"
-        "print(keras.layers.Dense(1).compute_dtype)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "float64"
+def test_importing_settles_no_global_policy(dtype_after_import: str) -> None:
+    assert dtype_after_import == "float64"
 
 
 def test_sublayers_that_are_built_inside_a_block_get_their_parents_own_policy() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -233,18 +230,6 @@ def test_float32_matmul_sets_tensorflows_switch_for_the_call_only() -> None:
         Policy("float32", float32_matmul=word).autocast(lambda x: seen.append(enabled()), backend="tensorflow")(1)
     assert seen == [False, True]
     assert enabled() is before
-
-
-def test_keras_on_another_backend_is_refused() -> None:
-    code = (
-        "import keras, polyamp\n"
-        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
-        "try:\n    polyamp.init(model, polyamp.Recipe())\n"
-        "except polyamp.UnsupportedError as error:\n    print(error)\n"
-    )
-    environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert "Received: Keras on its 'jax' backend. There use fit or a loop of your own" in done.stdout
 
 
 def test_float32_matmul_of_two_threads_at_once() -> None:
