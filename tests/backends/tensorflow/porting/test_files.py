@@ -38,6 +38,21 @@ def network(seed: int = 0) -> Any:
     return keras.Model(given, layers.Conv1D(2, 3, dtype="float32")(hidden))
 
 
+@pytest.fixture(scope="module")
+def another() -> tuple[Any, list[Any]]:
+    """The network from another seed, and its weights."""
+    model = network(1)
+    return model, values(model)
+
+
+@pytest.fixture
+def target(another: tuple[Any, list[Any]]) -> Any:
+    """The network from another seed, as it was made."""
+    model, initial = another
+    model.set_weights(initial)
+    return model
+
+
 def values(model: Any) -> list[Any]:
     return [np.array(weight.value.numpy()) for weight in model.weights]
 
@@ -97,9 +112,8 @@ def test_a_weights_file_is_known_by_names_and_shapes(saved: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
-def test_a_file_is_a_source(saved: Any, name: str) -> None:
+def test_a_file_is_a_source(saved: Any, name: str, target: Any) -> None:
     model, folder = saved
-    target = network(1)
     _, report = polyamp.port(str(folder / name), target)
     assert not report.missing
     for one, other in zip(values(model), values(target), strict=True):
@@ -107,14 +121,14 @@ def test_a_file_is_a_source(saved: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
-def test_a_file_is_a_target(saved: Any, name: str, tmp_path: Path) -> None:
+def test_a_file_is_a_target(saved: Any, name: str, target: Any, tmp_path: Path) -> None:
     model, folder = saved
     inventory = FILES.open_file(folder / name)
     leaves = {leaf.name: leaf.array for layer in inventory.layers for leaf in layer.leaves.values()}
     doubled = {key: Lazy.of(np.asarray(lazy.read() * 2, lazy.dtype)) for key, lazy in leaves.items()}
     written = tmp_path / name
     FILES.write_file(written, doubled, folder / name)
-    again = keras.models.load_model(written) if name.endswith(".keras") else network(1)
+    again = keras.models.load_model(written) if name.endswith(".keras") else target
     again.load_weights(written)
     for one, other in zip(values(model), values(again), strict=True):
         np.testing.assert_array_equal(one * 2, other)
@@ -126,11 +140,12 @@ def test_a_file_is_a_target(saved: Any, name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_model_is_written(saved: Any, tmp_path: Path) -> None:
+def test_a_model_is_written(saved: Any, another: tuple[Any, list[Any]], tmp_path: Path) -> None:
     model, _ = saved
     for name in ("a.keras", "a.weights.h5"):
         FILES.write_model(tmp_path / name, model)
-        again = network(1)
+        again, initial = another
+        again.set_weights(initial)
         again.load_weights(tmp_path / name)
         np.testing.assert_array_equal(values(again)[0], values(model)[0])
     with pytest.raises(PortError, match=r"is written to a .keras or .weights.h5 file. Received: .*, for the file a.pt"):
@@ -178,7 +193,7 @@ def test_a_truncated_file_is_refused(saved: Any, name: str, tmp_path: Path) -> N
             FILES.open_file(path)
 
 
-def test_a_tampered_archive_is_noticed_before_the_target_is_changed(saved: Any, tmp_path: Path) -> None:
+def test_a_tampered_archive_is_noticed_before_the_target_is_changed(saved: Any, target: Any, tmp_path: Path) -> None:
     _, folder = saved
     content = bytearray((folder / "model.keras").read_bytes())
     kernel = network_kernel(folder)
@@ -186,7 +201,6 @@ def test_a_tampered_archive_is_noticed_before_the_target_is_changed(saved: Any, 
     content[place] ^= 1
     path = tmp_path / "model.keras"
     path.write_bytes(content)
-    target = network(1)
     before = values(target)
     with pytest.raises(PortError, match=r"is damaged.*Bad CRC-32"):
         polyamp.port(path, target)
