@@ -109,11 +109,18 @@ MODELS: dict[str, Any] = {"Nested": Nested, "Named": Named, "WithLayer": WithLay
 
 
 @pytest.mark.parametrize(
-    ("policy", "accumulate_steps"),
-    [("mixed_bfloat16", 2), ("mixed_float16", 1), (polyamp.Policy("mixed_bfloat16", mode="cast"), 1)],
-    ids=["bfloat16", "float16", "cast"],
+    ("name", "policy", "accumulate_steps"),
+    [
+        ("Nested", "mixed_bfloat16", 2),
+        ("Nested", polyamp.Policy("mixed_bfloat16", mode="cast"), 1),
+        ("Named", polyamp.Policy("mixed_bfloat16", mode="cast"), 2),
+        ("WithLayer", "mixed_float16", 1),
+        ("WithLayer", "mixed_bfloat16", 1),
+        ("WithLayer", polyamp.Policy("mixed_bfloat16", mode="cast"), 2),
+        ("Plain", "mixed_float16", 2),
+    ],
+    ids=lambda value: "cast" if isinstance(value, polyamp.Policy) else None,
 )
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 def test_a_model_computes_in_16_bits_and_keeps_its_masters(name: str, policy: Any, accumulate_steps: int) -> None:
     scaler = polyamp.LossScaler(init_scale=16.0)

@@ -81,8 +81,9 @@ def by_halves(model: Any, policy: str) -> None:
     polyamp.apply_gradients(state, gradients)
 
 
-@pytest.mark.parametrize("train", [by_fit, by_step, by_halves])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("train", "policy"), list(zip([by_fit, by_step, by_halves, by_step], [*POLICIES, "mixed_float16"], strict=True))
+)
 def test_s02_every_token_of_a_float_input_trains_its_own_row(train: Any, policy: str) -> None:
     model = classifier(policy=policy)
     before = table(model).numpy().astype(np.float32)
