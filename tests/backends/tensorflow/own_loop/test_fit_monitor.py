@@ -139,7 +139,9 @@ def test_s35_it_changes_no_step() -> None:
     weights = []
     for callbacks in ([], [polyamp_tensorflow.MonitorCallback(polyamp.Monitor(every=2, weights=True))]):
         model = make_model()
-        polyamp_tensorflow.compile(model, recipe(optimizer=polyamp.adam(0.1), clip_norm=0.1), loss="mse")
+        polyamp_tensorflow.compile(
+            model, recipe(optimizer=polyamp.adam(0.1), clip_norm=0.1), loss="mse", jit_compile=False
+        )
         model.fit(*rows(bad=17), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
         weights.append([*model.get_weights(), *(v.numpy() for v in model.optimizer.scale_variables)])
     for plain, watched in zip(*weights, strict=True):
@@ -199,7 +201,7 @@ def test_s35_a_switch_traces_nothing_again() -> None:
 def test_s35_skips_are_counted_over_several_fits() -> None:
     """Steps without the monitor in between are no skips."""
     model, monitor = make_model(), polyamp.Monitor(every=4)
-    polyamp_tensorflow.compile(model, recipe(), loss="mse")
+    polyamp_tensorflow.compile(model, recipe(), loss="mse", jit_compile=False)
     watch = polyamp_tensorflow.MonitorCallback(monitor)
     for data, callbacks in ((rows(bad=17), [watch]), (rows(32), []), (rows(bad=1), [watch])):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
