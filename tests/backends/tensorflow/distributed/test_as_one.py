@@ -16,7 +16,7 @@ from polyamp.errors import BatchError, UnsupportedError
 from polyamp_keras.arrays import native_variable
 
 RNG = np.random.default_rng(0)
-ROWS = RNG.standard_normal((50, 16, 4)).astype(np.float32)
+ROWS = RNG.standard_normal((25, 16, 4)).astype(np.float32)
 
 
 def model(*, norm: bool = False) -> Any:
@@ -71,7 +71,7 @@ def test_s09_several_replicas_train_as_one(name: str, count: int, request: Any) 
     strategy = request.getfixturevalue("four_cpus" if count == 4 else "two_cpus")
     several, one = on(strategy, recipe), polyamp.init(model(), recipe)
     step = polyamp.train_step(loss_fn, recipe)
-    for rows in ROWS:
+    for rows in ROWS[:20]:
         _, ours = step(several, rows)
         _, theirs = step(one, rows)
     np.testing.assert_allclose([ours.loss, ours.grad_norm], [theirs.loss, theirs.grad_norm], rtol=2e-6)
@@ -103,7 +103,7 @@ def halves(_: polyamp.Recipe) -> Callable[[Any, Any], Any]:
     return lambda state, rows: polyamp.apply_gradients(state, differentiate(state, rows)[1])[1]
 
 
-@pytest.mark.parametrize(("steps", "count", "trials"), [(whole_step, 4, 24), (halves, 2, 8)])
+@pytest.mark.parametrize(("steps", "count", "trials"), [(whole_step, 4, 8), (halves, 2, 4)])
 def test_s09_s12_an_overflow_on_each_replica_in_turn_leaves_all_alike(
     steps: Callable[[polyamp.Recipe], Any], count: int, trials: int, request: Any
 ) -> None:

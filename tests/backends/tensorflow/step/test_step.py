@@ -42,8 +42,7 @@ def snapshot(state: Any, *but: str) -> dict[str, bytes]:
     return {n: v.tobytes() for n, v in BACKEND.export_state(state).items() if not n.startswith(but)}
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2])
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize(("policy", "hysteresis"), [("float32", 1), ("mixed_float16", 2)])
 def test_scale_follows_the_reference_trace(policy: str, hysteresis: int) -> None:
     scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, hysteresis=hysteresis)
     made = recipe(policy, scaler=scaler)
