@@ -44,7 +44,7 @@ def update_slots(selection: MonitorSelection, old: JaxState, new: JaxState, valu
     """Return the figures of an update.
 
     Args:
-        selection: what is collected; in steps whose number is no multiple of `every`, nothing is.
+        selection: what is collected; in attempts whose number is no multiple of `every`, nothing is.
         old, new: the state around the update.
         values: the unscaled gradients, before clipping.
     """
@@ -60,7 +60,7 @@ def update_slots(selection: MonitorSelection, old: JaxState, new: JaxState, valu
 
     if selection.every == 1:
         return collect(None)
-    due = (old.step + 1) % selection.every == 0
+    due = (old.attempts + 1) % selection.every == 0
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(collect, None))
     empty = empty._replace(scale=scale, carried=one)
     made: MonitorSlots = jax.lax.cond(due, collect, lambda _: empty, None)

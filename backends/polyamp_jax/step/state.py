@@ -290,8 +290,9 @@ def export_arrays(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def is_donated(state: JaxState) -> bool:
-    """Whether an array of the state was donated to a step, so that it no longer exists."""
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    """Whether an array of the state was donated to a step, so that it no longer exists; False inside of a trace."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return any(leaf.is_deleted() for leaf in arrays if not isinstance(leaf, jax.core.Tracer))
 
 
 def check_not_donated(state: JaxState, error: Exception | None = None) -> None:

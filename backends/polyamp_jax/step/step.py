@@ -108,7 +108,7 @@ class JaxTrainStep:
         loss_fn: Any = self._loss_fn
         if self._outputs is not None:
             every = 1 if self._monitor is None else self._monitor.every
-            loss_fn = WatchedLoss(loss_fn, self._outputs, None if every == 1 else (state.step + 1) % every == 0)
+            loss_fn = WatchedLoss(loss_fn, self._outputs, None if every == 1 else (state.attempts + 1) % every == 0)
         loss, aux, gradients = accumulation.accumulate_gradients(
             loss_fn, state, batch, self._axis_name, known.rows, self._weight
         )
@@ -195,14 +195,13 @@ def refuse_deleted_states(states: Sequence[Any], error: Exception) -> None:
     Raises:
         StateError: the arrays were donated or deleted.
     """
-    for leaf in jax.tree.leaves(list(states)):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            raise StateError(
-                "the state's arrays are gone: a compiled train_step consumes the state that it is given, also when it "
-                "is interrupted (Ctrl-C) before it returns. Go on with the state that the step returned, or with "
-                "polyamp.restore(polyamp.init(...), path) from the last polyamp.save; train_step(..., donate=False) "
-                "keeps every state, at the price of a second copy in memory."
-            ) from error
+    if any(is_donated(state) for state in states):
+        raise StateError(
+            "the state's arrays are gone: a compiled train_step consumes the state that it is given, also when it "
+            "is interrupted (Ctrl-C) before it returns. Go on with the state that the step returned, or with "
+            "polyamp.restore(polyamp.init(...), path) from the last polyamp.save; train_step(..., donate=False) "
+            "keeps every state, at the price of a second copy in memory."
+        ) from error
 
 
 def _copy_shared_arrays(new: JaxState, old: JaxState) -> JaxState:
