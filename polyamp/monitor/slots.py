@@ -26,8 +26,8 @@ class MonitorSelection(NamedTuple):
         gradients, weights, updates: whether statistics of these are collected.
         modules: None for one entry per module that has parameters; a depth, to which paths are cut; or glob patterns,
             for modules that match one.
-        every: inside of a compiled function of the user's own, the statistics are computed in steps whose number is a
-            multiple of it. The host chooses the steps itself and has 1 here.
+        every: inside of a compiled function of the user's own, the statistics are computed in attempts whose number is
+            a multiple of it. The host chooses the steps itself and has 1 here.
         activations: globs of the modules whose outputs are measured; empty for none.
         compute: the policy's compute dtype, in which outputs are judged; "" without activations.
     """

@@ -23,7 +23,7 @@ from polyamp_jax.step import accumulation
 from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
 from polyamp_jax.step.output_figures import OutputWatch, WatchedLoss, with_output_figures
 from polyamp_jax.step.replicas import AxisName
-from polyamp_jax.step.state import JaxState
+from polyamp_jax.step.state import JaxState, is_donated
 from polyamp_jax.step.update import update_states
 
 

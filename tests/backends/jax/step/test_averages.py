@@ -100,3 +100,19 @@ def test_s34_an_average_is_of_the_stored_value(dtype: str, count: int) -> None:
     text = str(jax.make_jaxpr(averages)(jnp.float32(1 / 3)))
     assert text.count("reduce_precision") == count
     assert float(averages(jnp.float32(1 / 3))) == float(jnp.asarray(1 / 3, dtype))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_s34_the_averaged_model_inside_of_jit(kind: str) -> None:
+    dense = linen.Dense(2)
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0)) if kind == "nnx" else (dense, dense.init(jax.random.key(0), X))
+    made = recipe(polyamp.Ema(0.9), policy="mixed_float16")
+    state = polyamp.init(model, made)
+    for _ in range(2):
+        state, _ = polyamp.train_step(loss_fn, made)(state, X)
+
+    def evaluate(state: Any, x: Any) -> Any:
+        with polyamp.averaged(state) as averaged:
+            return made.policy.autocast(averaged)(x)
+
+    np.testing.assert_allclose(jax.jit(evaluate)(state, X), evaluate(state, X), rtol=2e-3, atol=2e-3)
