@@ -104,6 +104,9 @@ for _name, _seconds in {
 for _name in FRAMEWORKS:
     _quick = [] if _name == "torch" else QUICK_XLA
     SUITES[f"keras-{_name}"] = Suite([*PYTEST, *_quick, "tests/backends/keras"], 30, {"KERAS_BACKEND": _name})
+SUITES["keras-jax"].command.extend(  # where `stateless_apply` is too; the engines import other frameworks
+    ["--doctest-modules", "backends/polyamp_keras", "--ignore=backends/polyamp_keras/engines"]
+)
 _apart = "tests/backends/jax/distributed"  # JAX makes several devices of the CPU for a whole process or not at all
 SUITES["backend-jax"].command.append(f"--ignore={_apart}")
 SUITES["distributed-jax"] = Suite(

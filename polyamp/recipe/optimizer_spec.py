@@ -281,7 +281,7 @@ def _rate_hint(value: Any) -> str:
     from polyamp.schedules.library_schedules import LIBRARY_SCHEDULES  # for this message alone
 
     made_by = value if hasattr(value, "__qualname__") else type(value)  # optax: a function inside of its maker
-    name = f"{made_by.__module__.partition('.')[0]}.{made_by.__qualname__.partition('.')[0]}"
+    name = f"{(made_by.__module__ or '').partition('.')[0]}.{made_by.__qualname__.partition('.')[0]}"
     if name in LIBRARY_SCHEDULES:
         return f' Write polyamp.schedules.like("{name}", ...), with the arguments of its call.'
     return " Write one of polyamp.schedules; another library's schedule is no data." if callable(value) else ""

@@ -20,6 +20,7 @@ from polyamp.recipe.float8 import (
     ACTIVATION_FORMAT,
     LARGEST_EXPONENTS,
     LARGEST_SCALE_EXPONENT,
+    SECOND_DERIVATIVES,
     SIZE_FACTOR,
     Float8,
 )
@@ -117,8 +118,14 @@ def _product_function(contracted: int, gradients: str) -> Callable[[Any, Any], A
         dw = _multiply_codes(g, left, (tuple(range(rows)), tuple(range(rows))), cotangent.dtype)
         return dx, dw
 
-    product.defvjp(forward, backward)
+    gradients_of = jax.custom_vjp(backward)
+    gradients_of.defvjp(lambda codes, cotangent: (backward(codes, cotangent), None), _refuse_second_derivatives)
+    product.defvjp(forward, gradients_of)
     return product
+
+
+def _refuse_second_derivatives(*_: Any) -> Any:
+    raise UnsupportedError(SECOND_DERIVATIVES)
 
 
 def quantize(x: Any, form: str) -> Codes:

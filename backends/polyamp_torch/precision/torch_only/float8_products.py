@@ -19,6 +19,7 @@ from polyamp.recipe.float8 import (
     GRADIENT_FORMATS,
     LARGEST_EXPONENTS,
     LARGEST_SCALE_EXPONENT,
+    SECOND_DERIVATIVES,
     SIZE_FACTOR,
     Float8,
 )
@@ -217,7 +218,25 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 flipped = Codes(codes.numbers.t(), codes.exponent)
                 dw = _multiply_codes(flipped, Codes(x, x_exponent), dtype, emulate=emulate).to(master)
+        if torch.is_grad_enabled():  # the backward pass makes a graph
+            dx, dw = (None if each is None else _NoSecondDerivative.apply(each) for each in (dx, dw))  # type: ignore[no-untyped-call]  # torch does not annotate apply
         return dx, dw, None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity, whose gradient is refused: that of the rounded numbers would be another one than the product's."""
+
+    @staticmethod
+    def forward(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(SECOND_DERIVATIVES)
 
 
 def quantize(x: torch.Tensor, form: str) -> Codes:

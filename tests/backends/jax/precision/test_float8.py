@@ -178,3 +178,16 @@ def test_a_plain_function_is_refused() -> None:
 def test_a_device_without_such_products_is_refused_before_the_first_step() -> None:
     with pytest.raises(UnsupportedError, match=r"multiplies no 8-bit floats.*Float8\(emulate=True\)"):
         polyamp.init(Net(), polyamp.Recipe(policy="mixed_float8", optimizer=polyamp.sgd(0.5)))
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    """It would be that of the rounding; the bfloat16 policy has it."""
+
+    def penalty(policy: Policy) -> Any:
+        run = policy.autocast(Dense(np.ones((16, 16), np.float32)))
+        slope = jax.grad(lambda x: jnp.tanh(run(x)).sum())
+        return jax.grad(lambda x: jnp.square(slope(x)).sum())(X)
+
+    assert bool(jnp.isfinite(penalty(HALF)).all())
+    with pytest.raises(UnsupportedError, match="gradients of a product in 8 bits have no gradients of their own"):
+        penalty(POLICY)

@@ -269,3 +269,20 @@ def test_op_rules_beside_it_are_known_to_be_met(recwarn: pytest.WarningsRecorder
     assert [each for each in recwarn if "op_rules" in str(each.message)] == []
     with pytest.warns(UserWarning, match="called no function 'softmax'"):
         train(Net(), POLICY.replace(op_rules={"softmax": "compute"}))
+
+
+@pytest.mark.parametrize("way", ["autograd", "func"])
+def test_a_gradient_of_a_gradient_is_refused(way: str) -> None:
+    """It would be that of the rounding; the bfloat16 policy has it."""
+
+    def penalty(policy: Policy) -> torch.Tensor:
+        run = policy.autocast(nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 16)))
+        x = torch.ones(16, 32, requires_grad=True)
+        if way == "func":
+            return torch.func.grad(lambda x: torch.func.grad(lambda x: run(x).sum())(x).square().sum())(x)
+        (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    assert bool(penalty(HALF).isfinite().all())
+    with pytest.raises(UnsupportedError, match="gradients of a product in 8 bits have no gradients of their own"):
+        penalty(POLICY)
