@@ -128,15 +128,17 @@ class JaxBackend:
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return autocast(target, policy)
 
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
         from polyamp_jax.observe.jax_only.casting_reports import explain
 
-        return explain(self, target, policy, *inputs, strict=strict)
+        return explain(self, target, policy, *inputs, strict=strict, **options)
 
-    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain_compiled(
+        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+    ) -> CastingReport:
         from polyamp_jax.observe.jax_only.casting_reports import explain_compiled
 
-        return explain_compiled(self, target, policy, *inputs, strict=strict)
+        return explain_compiled(self, target, policy, *inputs, strict=strict, **options)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         return scale_loss_value(loss, scale, what="scale()")[0]

@@ -98,20 +98,24 @@ class TensorFlowBackend:
 
         return inspect_setup(setup)
 
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
         """Report the operations of `loss_fn(model, batch)`. An operation that no list names follows its inputs, so
         that `strict` raises for none."""
         from polyamp_tensorflow.observe.tensorflow_only.casting_reports import explain
 
+        check_options(options, (), function="explain", backend=self.name)
         return explain(self, target, policy, inputs)
 
-    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain_compiled(
+        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+    ) -> CastingReport:
         """Return the casting report of a compiled pass of a Keras model (`HasCompiledCastingReports.explain_compiled`).
 
         See `tensorflow_only.casting_reports`.
         """
         from polyamp_tensorflow.observe.tensorflow_only.casting_reports import explain_compiled
 
+        check_options(options, (), function="explain", backend=self.name)
         return explain_compiled(self, target, policy, inputs)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:

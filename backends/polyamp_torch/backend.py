@@ -206,9 +206,10 @@ class TorchBackend:
     def setting_of(self, state: Any, name: str) -> str | None:
         return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
 
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
         from polyamp_torch.observe.torch_only.casting_reports import explain
 
+        step_checks.check_options(options, (), function="explain", backend=self.name)
         return explain(target, policy, *inputs, strict=strict)
 
     def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
@@ -216,9 +217,12 @@ class TorchBackend:
 
         return inspect_setup(setup)
 
-    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain_compiled(
+        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+    ) -> CastingReport:
         from polyamp_torch.observe.torch_only.casting_reports import explain
 
+        step_checks.check_options(options, (), function="explain", backend=self.name)
         return explain(target, policy, *inputs, strict=strict, compiled=True)
 
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:

@@ -199,15 +199,20 @@ class LossFunctions(Protocol):
 class HasCastingReports(Protocol):
     """Optional protocol: a backend that says in which dtype each operation runs (`polyamp.explain`)."""
 
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
-        """Return the casting report of `target(*inputs)`. With `strict`, raise for an operation without a rule."""
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
+        """Return the casting report of `target(*inputs)`. With `strict`, raise for an operation without a rule.
+
+        `options` are those of `init`, for a loss function with its model.
+        """
 
 
 @runtime_checkable
 class HasCompiledCastingReports(Protocol):
     """Optional protocol: a backend that says the same of compiled code (`polyamp.explain(compiled=True)`)."""
 
-    def explain_compiled(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+    def explain_compiled(
+        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+    ) -> CastingReport:
         """Return the casting report of `target(*inputs)` once compiled."""
 
 

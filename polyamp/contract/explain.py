@@ -19,6 +19,7 @@ def explain(
     strict: bool = False,
     compiled: bool = False,
     backend: str | None = None,
+    **options: Any,
 ) -> CastingReport:
     """Report the dtype of each operation of `target(*inputs)` under a policy, and the rule that decided it.
 
@@ -31,6 +32,7 @@ def explain(
         compiled: report what compiled code runs instead of eager code. `report.notes` says what cannot be seen there.
         backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
             does not decide), or of the framework that the function names.
+        **options: of `polyamp.init`, for a loss function with its model, such as `axis_name` of an equinox module.
 
     Raises:
         ModelError: a training state in place of its model.
@@ -68,5 +70,5 @@ def explain(
             raise UnsupportedError(
                 f"explain(compiled=True): the {name} backend of this version reports eager code only."
             )
-        return chosen.explain_compiled(target, policy, *inputs, strict=strict)
-    return chosen.explain(target, policy, *inputs, strict=strict)
+        return chosen.explain_compiled(target, policy, *inputs, strict=strict, **options)
+    return chosen.explain(target, policy, *inputs, strict=strict, **options)

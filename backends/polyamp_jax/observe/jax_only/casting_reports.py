@@ -48,7 +48,9 @@ _RECOMPUTED_SCOPE: Final = "rematted_computation"
 _NO_MODULES: Final = frozenset({_MODEL_SCOPE, _RECOMPUTED_SCOPE, KEEP_SCOPE, "checkpoint"})
 
 
-def explain(backend: Any, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+def explain(
+    backend: Any, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+) -> CastingReport:
     """Return the casting report of `target(*inputs)` (`HasCastingReports.explain`).
 
     With one model among the inputs of a function, the model runs under the policy as in a step. If the result is a
@@ -60,20 +62,23 @@ def explain(backend: Any, target: Any, policy: Policy, *inputs: Any, strict: boo
         policy: the policy.
         *inputs: its arguments.
         strict: raise for an operation without a rule.
+        **options: of `init`.
 
     Raises:
-        UnsupportedError: the policy does not use autocast, or with `strict`, an operation has no rule.
+        UnsupportedError: the policy does not use autocast, or options without one model among the inputs of a
+            function; or with `strict`, an operation has no rule.
     """
-    return record_operations(backend, target, policy, inputs, strict=strict).report(policy)
+    return record_operations(backend, target, policy, inputs, strict=strict, **options).report(policy)
 
 
 def record_operations(
-    backend: Any, target: Any, policy: Policy, inputs: tuple[Any, ...], *, strict: bool = False
+    backend: Any, target: Any, policy: Policy, inputs: tuple[Any, ...], *, strict: bool = False, **options: Any
 ) -> Recorder:
     """Return the record of the operations of `target(*inputs)`; see `explain`."""
     if not _is_loss(target, inputs):
+        step_checks.check_options(options, (), function="explain of a function or a model alone", backend=backend.name)
         return autocast.record_operations(target, policy, *inputs, strict=strict)
-    trace = _LossTrace(backend, target, policy, inputs, strict=strict)
+    trace = _LossTrace(backend, target, policy, inputs, options, strict=strict)
     recorder = Recorder()
     forward = trace.program(recorder)
     for each in _operations(forward.jaxpr, trace.modules):
@@ -87,7 +92,9 @@ def record_operations(
     return recorder
 
 
-def explain_compiled(backend: Any, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+def explain_compiled(
+    backend: Any, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+) -> CastingReport:
     """Return what XLA makes of a loss with its model (`HasCompiledCastingReports.explain_compiled`).
 
     It is compiled for the default device. A row has the rule of the operation in the program; `casts` is empty.
@@ -101,9 +108,9 @@ def explain_compiled(backend: Any, target: Any, policy: Policy, *inputs: Any, st
             f"model, batch, compiled=True). Received: {describe_value(target)} and {len(inputs)} inputs that are not "
             "one model and its data."
         )
-    traced = explain(backend, target, policy, *inputs, strict=strict).operations
+    traced = explain(backend, target, policy, *inputs, strict=strict, **options).operations
     rules = {(row.module, row.name, row.direction): row.rule for row in traced}
-    trace = _LossTrace(backend, target, policy, inputs, strict=strict)
+    trace = _LossTrace(backend, target, policy, inputs, options, strict=strict)
     is_loss = trace.is_loss(trace.program(Recorder()))
     run = trace.function(Recorder())
     text = jax.jit(jax.value_and_grad(run) if is_loss else run).lower(*trace.arguments).compile().as_text()
@@ -134,6 +141,7 @@ class _LossTrace:
         target: the function.
         policy: the policy.
         inputs: its arguments, the model among them.
+        options: of `init`.
         strict: raise for an operation without a rule.
 
     Attributes:
@@ -144,12 +152,21 @@ class _LossTrace:
         UnsupportedError: the policy does not use autocast.
     """
 
-    def __init__(self, backend: Any, target: Any, policy: Policy, inputs: tuple[Any, ...], *, strict: bool) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        target: Any,
+        policy: Policy,
+        inputs: tuple[Any, ...],
+        options: dict[str, Any],
+        *,
+        strict: bool,
+    ) -> None:
         self._target, self._strict = target, strict
         self._places = [library_of(each) is not None for each in inputs]
         model = inputs[self._places.index(True)]
         recipe = Recipe(policy=policy, optimizer=sgd(0.0), scaler=LossScaler.off())
-        self._state: JaxState = backend.init(model, recipe)
+        self._state: JaxState = backend.init(model, recipe, **options)
         if not has_interpreted_operations(self._state.setup.plan):
             raise UnsupportedError(autocast.NO_AUTOCAST_MESSAGE.format(policy=policy))
         others = [None if is_model else each for each, is_model in zip(inputs, self._places, strict=True)]

@@ -140,3 +140,17 @@ def test_the_block_of_the_guide_runs() -> None:
         ("layers/0", "dot_general", "float16"),
         ("layers/2", "dot_general", "float16"),
     ]
+
+
+def test_options_of_init_are_those_of_a_training() -> None:
+    model = eqx.nn.Sequential([eqx.nn.Linear(8, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
+    batch = {"x": np.ones((4, 8), np.float32), "y": np.zeros(4, np.int32)}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+    report = polyamp.explain(loss_fn, "mixed_float16", model, batch, axis_name="batch", rngs=0)
+    (row,) = (row for row in report.operations if row.name == "dot_general" and row.direction == "forward")
+    assert (row.module, row.dtype) == ("layers/0", "float16")
+    with pytest.raises(UnsupportedError, match=r"explain of a function or a model alone.*accepts no options"):
+        polyamp.explain(lambda x: x + 1.0, "mixed_float16", jnp.ones(3), axis_name="batch")

@@ -124,6 +124,8 @@ def test_strict_names_what_no_list_has_and_two_models_are_refused() -> None:
         polyamp.explain(torch.i0, POLICY, torch.ones(2), strict=True, backend="torch")
     with pytest.raises(UnsupportedError, match="Received: 2 models"):
         polyamp.explain(lambda a, b: a, POLICY, Net(), Net(), backend="torch")
+    with pytest.raises(UnsupportedError, match=r"explain\(\) on the torch backend accepts no options.*axis_name="):
+        polyamp.explain(lambda m, x: m(x).sum(), POLICY, nn.Linear(2, 2), torch.ones(1, 2), axis_name="batch")
 
 
 def test_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
