@@ -20,11 +20,19 @@ def mean_loss(model: Any, x: Any) -> Any:
     return polyamp.losses.mean_squared_error(model(x), x)
 
 
+def _float8_plan(policy: Any) -> str:
+    """Its error, which names the policy as it was read: that of this table has no products in 8 bits."""
+    with pytest.raises(polyamp.ArgumentError) as caught:
+        polyamp.float8_plan(PRODUCT, policy, X)
+    return str(caught.value)
+
+
 ROWS: dict[str, Any] = {
     "Policy.of": polyamp.Policy.of,
     "LossScaler.for_policy": polyamp.LossScaler.for_policy,
     "Recipe": lambda policy: polyamp.Recipe(policy=policy),
     "explain": lambda policy: polyamp.explain(jnp.exp, policy, X),
+    "float8_plan": _float8_plan,
     "find_nonfinite": lambda policy: polyamp.find_nonfinite(mean_loss, policy, PRODUCT, X),
     "lint": lambda policy: polyamp.lint({"kernel": X}, policy=policy).findings,
     "polyamp_jax.autocast": lambda policy: str(polyamp_jax.autocast(lambda x: x @ x, policy)(X).dtype),
