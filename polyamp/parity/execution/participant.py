@@ -34,7 +34,7 @@ from polyamp.parity.precisions import (
     without_judge,
 )
 from polyamp.parity.report_data import Environment
-from polyamp.parity.trace.observer import DropoutCount, HasObserver, Observer
+from polyamp.parity.trace.observer import DropoutCount, HasObserver, Observer, without_policies
 from polyamp.parity.trace.operation_log import OperationLog, OperationObserver, OperationRecorder, PassLocation
 from polyamp.parity.trace.trace import Trace, TraceWriter
 from polyamp.parity.trainers import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
@@ -277,7 +277,7 @@ class Participant:
             if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
                 batch = batch[0]
             loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
-            with self._observer.model_copy(self.model, inference=self._loss_fn is None) as working:
+            with self._model_copy() as working:
                 model = working if weights is None else self._converter.fill(working, weights)
                 with self._observer.disable_dropout(model, None):
                     trainer, _ = self._trainer(model, Phase(name=FLOAT32, pass_only=True), loss_fn)
@@ -382,9 +382,19 @@ class Participant:
         return random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
 
     @contextlib.contextmanager
+    def _model_copy(self, *, wide: bool = False) -> Iterator[Any]:
+        """Context manager that yields a copy of the model without a policy of its own: the recipe's acts."""
+        is_loop = isinstance(self._recipe_argument, OwnLoop)
+        with (
+            contextlib.nullcontext() if is_loop else without_policies(self._observer, self.model),
+            self._observer.model_copy(self.model, wide=wide, inference=self._loss_fn is None) as working,
+        ):
+            yield working
+
+    @contextlib.contextmanager
     def _training_copy(self, phase: Phase, alignment: ParticipantAlignment) -> Iterator[_TrainingCopy]:
         """Context manager that yields a copy with the first side's weights, ready to train in a phase."""
-        with self._observer.model_copy(self.model, wide=phase.wide, inference=self._loss_fn is None) as working:
+        with self._model_copy(wide=phase.wide) as working:
             model = self._fill_weights(working, alignment, phase)
             numbers = SharedRandomNumbers() if self._has_shared_randomness else None
             draws = None if numbers is None else numbers.uniform_source(self.inventory)

@@ -11,6 +11,7 @@ import pytest
 from keras import layers
 
 import polyamp
+import polyamp_tensorflow
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.standard_normal((8, 6)).astype("f4"), RNG.integers(0, 3, 8)
@@ -88,3 +89,23 @@ def test_s31_a_layer_whose_partner_has_its_activation_inside_keeps_its_row(insid
     rows = [row for row in report.comparisons[0].rows if row.module == "fc" and row.stage == "forward"]
     assert [row.what for row in rows if row.what != "input"] == ["output" if inside == "first" else "output, gelu"]
     assert not any(row.counts for row in rows)
+
+
+@pytest.mark.parametrize("way", ["compile", "apply_policy"])
+def test_models_that_carry_a_policy_are_compared_without_it(way: str) -> None:
+    """With it no layer's output was seen, and another epsilon was taken for another loss function."""
+    made = []
+    for epsilon in (1e-3, 1e-5):
+        stack = [keras.Input((6,)), layers.Dense(8), layers.LayerNormalization(epsilon=epsilon, name="norm")]
+        model = keras.Sequential([*stack, layers.Dense(3)])
+        if way == "compile":
+            polyamp_tensorflow.compile(model, recipe("mixed_bfloat16"), loss="mse")
+        else:
+            polyamp_tensorflow.apply_policy(model, "mixed_bfloat16")
+        made.append(model)
+    carried = [layer.compute_dtype for layer in made[0].layers]
+    report = polyamp.compare(*made, X)
+    assert report.first is not None
+    assert (report.first.module, report.first.kind) == ("norm", "epsilon"), str(report)
+    assert [layer.compute_dtype for layer in made[0].layers] == carried
+    assert "bfloat16" in carried
