@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from polyamp.errors import RecipeError, UnsupportedError, did_you_mean
+from polyamp.recipe.recipe import Recipe
 from polyamp_keras.compat import is_keras_code
 
 _EXECUTION_ARGUMENTS: Final = ("run_eagerly", "steps_per_execution", "jit_compile")
@@ -40,9 +41,11 @@ def check_compile_arguments(model: Any, arguments: Mapping[str, Any], more: Mapp
             raise UnsupportedError(f"compile() makes {name}= itself. Received: {name}=. {_RESERVED_ARGUMENTS[name]}")
     if is_keras_code(type(model).compile):
         for name in more:
+            of_recipe = f" It is the recipe's: polyamp.Recipe({name}=...)." if name in Recipe.__annotations__ else ""
             raise UnsupportedError(
                 f"compile() takes {', '.join(_KERAS_ARGUMENTS)}, and what a compile of the model's own takes; "
-                f"{type(model).__qualname__} has none. Received: {name}=.{did_you_mean(name, _KERAS_ARGUMENTS)}"
+                f"{type(model).__qualname__} has none. Received: {name}=."
+                f"{of_recipe or did_you_mean(name, _KERAS_ARGUMENTS)}"
             )
         return
     own, takes_all = _compile_parameters(model)

@@ -162,6 +162,12 @@ class Adversarial(keras.Model):  # type: ignore[misc]  # Keras is untyped
             UnsupportedError,
             r"Sequential has none\. Received: los=.*'loss'",
         ),
+        (
+            lambda: keras.Sequential([keras.Input((6,)), layers.Dense(1)]),
+            {"accumulate_steps": 4},
+            UnsupportedError,
+            r"Received: accumulate_steps=\. It is the recipe's: polyamp\.Recipe\(accumulate_steps=",
+        ),
     ],
 )
 def test_s20_what_a_compile_does_not_take_is_named_and_nothing_is_changed(
