@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,8 +103,15 @@ def backend_for(*objects: Any) -> Any:
     shown = ", ".join(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
     raise BackendError(
         f"no backend recognises {shown}. Registered: {', '.join(sorted(names()))}. Pass a model or array of one of "
-        "these frameworks, or name it: backend='jax'."
+        "these frameworks, or name it: backend='jax'." + _function_hint(objects)
     )
+
+
+def _function_hint(objects: tuple[Any, ...]) -> str:
+    """Return "", or a sentence with a leading space if the only object is a function."""
+    if len(objects) != 1 or not isinstance(objects[0], types.FunctionType):
+        return ""
+    return " In JAX a model that is a function comes with its parameters: (apply_fn, params)."
 
 
 def check_backend_argument(name: str, model: Any) -> None:
