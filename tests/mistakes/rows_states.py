@@ -134,7 +134,7 @@ ROWS: Final = [
             ("polyamp.init(model, recipe, backend='tf')", r"backend must be one of.*Received: 'tf'.*mean 'tensorflow'"),
             ("polyamp.init(model, recipe, backend='pytorch')", r"Received: 'pytorch'\. Did you mean 'torch'"),
             ("polyamp.init(42, recipe)", r"no backend recognises builtins\.int.*Pass a model"),
-            ("polyamp.init(lambda x: x, recipe)", r"no backend recognises.*function.*Pass a model.*\(apply_fn, params\)"),
+            ("polyamp.init(lambda x: x, recipe)", r"no backend recognises.*function.*Pass.*\(apply_fn, params\)"),
         ],
     ),
     *every(
