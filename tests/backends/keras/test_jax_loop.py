@@ -1,0 +1,47 @@
+"""Keras on JAX: loops of one's own with `stateless_apply`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+import polyamp
+import polyamp_keras
+
+
+def test_a_jax_loop_of_ones_own_skips_whole_steps(model: Any, batches: Any) -> None:
+    import jax
+
+    x, y = batches
+    optimizer = polyamp_keras.LossScaleOptimizer(keras.optimizers.Adam(1e-2), polyamp.LossScaler(init_scale=64.0))
+    optimizer.build(model.trainable_variables)
+
+    def loss_fn(weights: Any, others: Any, state: Any, x: Any, y: Any) -> Any:
+        output, others = model.stateless_call(weights, others, x, training=True)
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
+            return optimizer.scale_loss(keras.ops.mean(keras.ops.square(output - y))), others
+
+    @jax.jit
+    def step(weights: Any, others: Any, state: Any, x: Any, y: Any) -> Any:
+        grads, after = jax.grad(loss_fn, has_aux=True)(weights, others, state, x, y)
+        weights, state = optimizer.stateless_apply(state, grads, weights)
+        others, state = optimizer.stateless_keep_statistics(model, others, after, state)
+        return weights, others, state
+
+    state = [
+        [variable.value for variable in each]
+        for each in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    ]
+    first = step(*state, x[:8], y[:8])
+    second = step(*first, x[8:16], y[8:16])
+    names = [variable.path for variable in model.non_trainable_variables]
+    inner = len(optimizer.inner_optimizer.variables)
+    for old, new in ((first[0], second[0]), (first[2][-inner:], second[2][-inner:])):
+        assert all(map(np.array_equal, old, new))  # weights, and the inner optimizer's moments and count
+    same = [np.array_equal(old, new) for old, new in zip(first[1], second[1], strict=True)]
+    assert same == ["seed" not in name for name in names]
+    for variable, value in zip(optimizer.variables, second[2], strict=True):
+        variable.assign(value)
+    assert (float(optimizer.dynamic_scale), optimizer.skipped_steps, int(optimizer.iterations)) == (32.0, 1, 1)
