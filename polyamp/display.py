@@ -30,6 +30,20 @@ def first_lines(text: str, count: int = 10) -> str:
     return "\n".join(lines)
 
 
+class StateClass(type):
+    """Class of a backend's state: `help` lists what `dir` of a state does."""
+
+    def __dir__(cls) -> list[str]:
+        """Return what users need; the rest is between a backend's own modules."""
+        return user_names(cls, type.__dir__(cls))
+
+
+def user_names(kind: type, names: Iterable[str]) -> list[str]:
+    """Return those of the names that a state of this class offers users, and the special ones."""
+    shown = {name for each in kind.__mro__ for name in vars(each).get("_shown", ())}
+    return [name for name in names if name.startswith("__") or name in shown]
+
+
 class StateDisplayMixin:
     """Mixin with a state's `repr` and notebook table, from `_place`.
 
@@ -42,8 +56,7 @@ class StateDisplayMixin:
 
     def __dir__(self) -> list[str]:
         """Return what users need, for `dir` and completion; the rest is between a backend's own modules."""
-        shown = {name for kind in type(self).__mro__ for name in vars(kind).get("_shown", ())}
-        return [name for name in object.__dir__(self) if name.startswith("__") or name in shown]
+        return user_names(type(self), object.__dir__(self))
 
     def _place(self) -> tuple[str, int | str]:
         """Return the device, and the number of trainable parameters."""

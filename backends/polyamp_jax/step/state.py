@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.contract.backend import Backend
-from polyamp.display import StateDisplayMixin, plain_number
+from polyamp.display import StateClass, StateDisplayMixin, plain_number
 from polyamp.errors import CheckpointError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
@@ -85,7 +85,7 @@ class StaticSetup:
     meta_fields=("setup",),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class JaxState(StateDisplayMixin):
+class JaxState(StateDisplayMixin, metaclass=StateClass):
     """Training state of a JAX model.
 
     Attributes:

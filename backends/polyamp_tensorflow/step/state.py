@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.contract.backend import Backend
-from polyamp.display import StateDisplayMixin
+from polyamp.display import StateClass, StateDisplayMixin
 from polyamp.errors import ModelError
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.resolved_policy import ResolvedPolicy
@@ -59,7 +59,7 @@ class _TrainingVariables(NamedTuple):
     averages: Averages
 
 
-class TensorFlowState(StateDisplayMixin):
+class TensorFlowState(StateDisplayMixin, metaclass=StateClass):
     """Training state of a model. The step updates the model, the optimizer and the scalars in place.
 
     An unbuilt model gets its variables, and is checked, at the first step or `value_and_grad`.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyamp.contract.backend import Backend
-from polyamp.display import StateDisplayMixin
+from polyamp.display import StateClass, StateDisplayMixin
 from polyamp.errors import ModelError, StateError
 from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.optimizers import is_spec
@@ -63,7 +63,7 @@ else:
     ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class TorchState(StateDisplayMixin, Generic[ModuleT]):
+class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
     """Training state of a torch model. A step updates the state, the module and the optimizer in place.
 
     Attributes:

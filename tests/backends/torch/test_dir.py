@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
+
 import torch
 
 import polyamp
@@ -19,3 +22,7 @@ def test_a_states_names_are_what_users_need() -> None:
     shown = [name for name in dir(state) if not name.startswith("__")]
     assert shown == sorted([*COMMON, "averages", "optimizer", "parameters", "plan"])
     assert all(hasattr(state, name) for name in shown)
+    listed = set(re.findall(r"^ \|  (\w+)(?:\(| =|$)", pydoc.plain(pydoc.render_doc(state)), re.MULTILINE))
+    internals = {name for name in type.__dir__(type(state)) if not name.startswith("_")} - set(shown)
+    assert listed & internals == set(), "help lists internals"
+    assert internals, "there is something to hide"
