@@ -20,7 +20,7 @@ from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import Interpreter, InterpreterSettings, program_value
 from polyamp_jax.precision.interpreter.matrix_products import default_precision
 from polyamp_jax.precision.interpreter.program_value import ValueTraits
-from polyamp_jax.precision.interpreter.tracing import FunctionTrace, trace_function
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, FunctionTrace, trace_function
 from polyamp_jax.precision.op_list import registered_count
 
 
@@ -123,7 +123,7 @@ def _scope_policy(policy: Policy, paths: frozenset[str]) -> ResolvedPolicy:
 def _scope_paths(jaxpr: compat.Jaxpr, outer: tuple[str, ...]) -> Iterable[str]:
     """Yield a program's scopes as paths, each with its parents. Models do not need this: `init` knows their modules."""
     for eqn in jaxpr.eqns:
-        scopes = outer + compat.named_scopes(eqn)
+        scopes = outer + tuple(scope for scope in compat.named_scopes(eqn) if scope != KEEP_SCOPE)
         yield from ("/".join(scopes[: n + 1]) for n in range(len(scopes)))
         for inner in compat.inner_programs(eqn):
             yield from _scope_paths(inner, scopes)

@@ -149,10 +149,10 @@ def scope_path(scopes: Sequence[str], modules: Container[str] | None) -> str:
     Args:
         scopes: names of scopes, outermost first.
         modules: paths of the model's modules; other scopes are left out. None for a plain function, whose every scope
-            is a path segment.
+            but `KEEP_SCOPE` is a path segment.
     """
     if modules is None:
-        return "/".join(scopes)
+        return "/".join(scope for scope in scopes if scope != KEEP_SCOPE)
     path = ""
     for scope in scopes:
         if scope.startswith("/"):

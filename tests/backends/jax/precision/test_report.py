@@ -323,3 +323,20 @@ def test_derivatives_of_what_keeps_its_precision_keep_it_too(products: Any) -> N
     inside = products(MIXED.autocast(lambda x, w: jax.grad(lambda x: run(x, w))(x)), X, w)
     assert sorted(inside) == sorted(outside)
     assert jax.grad(MIXED.autocast(run))(X, w).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("overrides", [{}, {"head": "float32"}])
+def test_a_region_inside_of_the_function_shows_the_functions_own_scopes(overrides: dict[str, str]) -> None:
+    """Its operations keep the dtypes of the inner region; polyamp's own scope around it is no module."""
+    policy = polyamp.Policy("mixed_float16", overrides=overrides)
+
+    def net(w: Any, x: Any) -> Any:
+        with jax.named_scope("body"):
+            hidden = x @ w
+        with jax.named_scope("head"):
+            return hidden @ w.T
+
+    report = polyamp.explain(lambda w, x: policy.autocast(net)(w, x).sum(), policy, jnp.ones((4, 2)), jnp.ones((3, 4)))
+    products = {row.module: (row.dtype, row.rule) for row in report.operations if row.name == "dot_general"}
+    head = "float32" if overrides else "float16"
+    assert products == {"body": ("float16", "keep_precision"), "head": (head, "keep_precision")}
