@@ -10,6 +10,7 @@ import typer
 import polyamp
 from polyamp.cli.console import exit_with_error, make_console
 from polyamp.cli.python_file import run_file
+from polyamp.cli.report_output import print_report, write_files
 
 _NAMES: Final = ("model", "loss_fn", "batches", "recipe")
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batches, recipe.")]
@@ -48,18 +49,8 @@ def diagnose(file: File, save: Save = None, write: Write = None, json: Json = Fa
                 found["recipe"],
                 on_trial=lambda done, most: bars.update(task, description=f"training {done + 1}"),
             )
-        paths = [report.save(path) for path in save or ()]
-        if write is not None:
-            report.recipe(found["recipe"]).dump(write)
-            paths.append(write)
+        paths = write_files(report, found["recipe"], save, write)
     except PolyampError as error:
         exit_with_error(error)
-    if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(report.to_dict()).decode())
-    else:
-        typer.echo(str(report))
-        for path in paths:
-            typer.echo(f"wrote {path}")
+    print_report(report, paths, json=json)
     raise typer.Exit(0 if report.outcome in ("fits", "overrides") else 1)

@@ -10,6 +10,7 @@ import typer
 import polyamp
 from polyamp.cli.console import exit_with_error
 from polyamp.cli.python_file import run_file
+from polyamp.cli.report_output import print_report, write_files
 
 _NAMES: Final = ("model", "loss_fn", "batches", "recipe")
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batches, recipe.")]
@@ -59,18 +60,8 @@ def float8_plan(
             compiled=compiled,
             least_speed=least_speed,
         )
-        paths = [report.save(path) for path in save or ()]
-        if write is not None:
-            report.recipe(found["recipe"]).dump(write)
-            paths.append(write)
+        paths = write_files(report, found["recipe"], save, write)
     except PolyampError as error:
         exit_with_error(error)
-    if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(report.to_dict()).decode())
-    else:
-        typer.echo(str(report))
-        for path in paths:
-            typer.echo(f"wrote {path}")
+    print_report(report, paths, json=json)
     raise typer.Exit(0 if report.layers and not report.emulated else 1)

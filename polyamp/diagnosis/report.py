@@ -9,7 +9,6 @@ import msgspec
 
 from polyamp.diagnosis.report_data import DiagnoseFindings, ModuleMagnitudes
 from polyamp.display import first_lines
-from polyamp.files import write_atomically
 from polyamp.recipe.recipe import Recipe
 
 
@@ -64,11 +63,7 @@ class DiagnoseReport(DiagnoseFindings, frozen=True, kw_only=True):
         from polyamp.diagnosis.diagnose_page import diagnose_page
         from polyamp.report_page.page_files import save_page
 
-        path = Path(path)
-        if path.suffix.lower() == ".json":
-            write_atomically(path, msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=2))
-            return path
-        return save_page(diagnose_page(self), path)
+        return save_page(diagnose_page(self), path, data=self.to_dict())
 
 
 def _why(each: ModuleMagnitudes, compute: str) -> str:

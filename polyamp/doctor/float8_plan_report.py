@@ -10,7 +10,6 @@ import msgspec
 from polyamp.display import first_lines
 from polyamp.doctor.float8_plan_data import LAYER_HEADING, Float8PlanFindings, layer_rows
 from polyamp.errors import ArgumentError, UnsupportedError
-from polyamp.files import write_atomically
 from polyamp.recipe.float8 import FLOAT8_OVERRIDE
 from polyamp.recipe.overrides import deciding_glob
 from polyamp.recipe.recipe import Recipe
@@ -83,11 +82,7 @@ class Float8PlanReport(Float8PlanFindings, frozen=True, kw_only=True):
         from polyamp.doctor.float8_plan_page import float8_plan_page
         from polyamp.report_page.page_files import save_page
 
-        path = Path(path)
-        if path.suffix.lower() == ".json":
-            write_atomically(path, msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=2))
-            return path
-        return save_page(float8_plan_page(self), path)
+        return save_page(float8_plan_page(self), path, data=self.to_dict())
 
 
 def _table(found: Float8PlanFindings) -> list[str]:

@@ -19,7 +19,6 @@ from polyamp.errors import GradientError, LossScaleError, ModelError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.rules.step_checks import check_any_gradient, check_loss
 from polyamp_keras.arrays import at_least_float32, dtype_name, is_floating, native_variable, read_value, variable_name
-from polyamp_keras.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import is_built
 from polyamp_keras.models.variables import model_variables
@@ -256,16 +255,7 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
             LossScaleError: `scale_loss` was not called.
             GradientError: no gradients, one that is not floating, or not one per variable.
         """
-        grads = list(grads)
-        if not self.built:
-            if trainable_variables is None:
-                raise GradientError("apply() without variables needs build(trainable_variables) first.")
-            with keras.name_scope(self.name):
-                self.build(trainable_variables)
-        variables = own_trainable_variables(self) if trainable_variables is None else list(trainable_variables)
-        if len(grads) != len(variables):
-            raise GradientError(f"apply() got {len(grads)} gradients for {len(variables)} variables.")
-        check_optimizer_variables(self, variables)
+        grads, variables = self.match_gradients(grads, trainable_variables)
         traced = any(ENGINE.is_traced(gradient) for gradient in grads)
         if self.scaler.scales and not self._scaled:
             raise LossScaleError(

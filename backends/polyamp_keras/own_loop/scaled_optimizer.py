@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
-from polyamp.errors import RecipeError
+from polyamp.errors import GradientError, RecipeError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
 from polyamp_keras.arrays import at_least_float32, native_variable, read_value
-from polyamp_keras.compat import own_trainable_variables
+from polyamp_keras.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_keras.own_loop.keras_loss_scale_optimizer import (
     adopt_keras_scale,
     check_scaler_options,
@@ -191,6 +191,24 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             return None
         rows = keras.ops.convert_to_tensor(self._rows)
         return micro_batch_share(self._state, keras.ops.cast(rows, "float32"))
+
+    def match_gradients(self, grads: Any, trainable_variables: Any) -> tuple[list[Any], list[Any]]:
+        """Return the gradients that `apply` got and their variables; build the optimizer if it is not.
+
+        Raises:
+            GradientError: no variables for an optimizer that is not built, or not one gradient per variable.
+        """
+        grads = list(grads)
+        if not self.built:
+            if trainable_variables is None:
+                raise GradientError("apply() without variables needs build(trainable_variables) first.")
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+        variables = own_trainable_variables(self) if trainable_variables is None else list(trainable_variables)
+        if len(grads) != len(variables):
+            raise GradientError(f"apply() got {len(grads)} gradients for {len(variables)} variables.")
+        check_optimizer_variables(self, variables)
+        return grads, variables
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Call `apply` on pairs, and return the number of applied updates."""

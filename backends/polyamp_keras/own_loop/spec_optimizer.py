@@ -26,7 +26,7 @@ from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.keras_serialization import PUBLIC_MODULE
 from polyamp_keras.models.layers import layer_path_aliases, list_layers
 from polyamp_keras.models.variables import parameter_leaves
-from polyamp_keras.own_loop.optimizer_checks import check_built_for
+from polyamp_keras.own_loop.optimizer_checks import check_built_for, check_recipe_optimizer
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -327,6 +327,32 @@ def resolve_groups(model: Any, recipe: Recipe, parameters: Mapping[str, Any]) ->
         backend=keras.config.backend(),
         modules=lambda: itertools.chain.from_iterable(layer_path_aliases(list_layers(model)).values()),
     )
+
+
+def make_optimizer(
+    recipe: Recipe, parameters: Mapping[str, Any], groups: GroupMembers, check: Callable[[Any], None] | None = None
+) -> Any:
+    """Return the recipe's optimizer, built for these parameters.
+
+    Args:
+        recipe: the recipe.
+        parameters: path -> variable.
+        groups: the result of `resolve_groups`.
+        check: raises for settings that the place does not support, beside those that no place does.
+
+    Raises:
+        RecipeError: a native optimizer of another model, or one whose members scale or accumulate; and the errors of
+            `check`.
+    """
+    optimizer = SpecOptimizer(recipe.optimizer, groups=groups) if is_spec(recipe.optimizer) else recipe.optimizer
+
+    def check_both(optimizer: Any) -> None:
+        check_recipe_optimizer(optimizer, recipe.clip_norm)
+        if check is not None:
+            check(optimizer)
+
+    build_optimizer(optimizer, list(parameters.values()), check_both)
+    return optimizer
 
 
 def build_optimizer(optimizer: Any, variables: list[Any], check: Callable[[Any], None]) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from polyamp.errors import GradientError, RecipeError, UnsupportedError
+from polyamp.errors import RecipeError, UnsupportedError
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.step_checks import check_any_gradient, check_options
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
 from polyamp_keras.own_loop.scaler_state import ApplyCall
 from polyamp_tensorflow.arrays import at_least_float32, to_dense_float32
@@ -185,16 +184,7 @@ class LossScaleOptimizer(ScaledOptimizer):
             GradientError: no gradients, one that is not floating, or not one per variable.
         """
         replicas.check_context()
-        grads = list(grads)
-        if not self.built:
-            if trainable_variables is None:
-                raise GradientError("apply() without variables needs build(trainable_variables) first.")
-            with keras.name_scope(self.name):
-                self.build(trainable_variables)
-        variables = own_trainable_variables(self) if trainable_variables is None else list(trainable_variables)
-        if len(grads) != len(variables):
-            raise GradientError(f"apply() got {len(grads)} gradients for {len(variables)} variables.")
-        check_optimizer_variables(self, variables)
+        grads, variables = self.match_gradients(grads, trainable_variables)
         if self.scaler.scales:
             self._calls.consume()
         check_any_gradient(grads, who="apply()", then="The loss depends on none of the trainable variables.")

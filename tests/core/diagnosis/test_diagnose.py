@@ -86,6 +86,11 @@ def test_a_trial_ends_at_a_loss_that_no_smaller_scale_mends() -> None:
 def test_the_report_as_files(tmp_path: Path) -> None:
     report = polyamp.diagnose(MLP.random([4, 8, 1], seed=0), loss_fn, BATCHES, RECIPE)
     data = json.loads(report.save(tmp_path / "a.json").read_text())
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(polyamp.ArgumentError, match=r"path must be one that can be written to\. .*folder\.json"):
+        report.save(tmp_path / "folder.json")
+    with pytest.raises(polyamp.ArgumentError, match=r"path must end in \.json, \.html or \.png"):
+        report.save(tmp_path / "a.txt")
     assert (data["outcome"], data["overrides"], len(data["losses"])) == ("fits", {}, 4)
     text = report.save(tmp_path / "a.html").read_text()
     for words in ("float16 fits", "Activations", "Gradients of parameters", "Trials", "below: zero in float16"):
