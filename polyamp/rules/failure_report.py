@@ -9,8 +9,8 @@ An ordinary step writes two attributes of a `RankFailures` and sends nothing. If
 Reports are lists on the store, each entry with the `rank` in the group and its `step`:
 
 - "raised" and "ended": `message`.
-- "answers": `error`, that of the rank's own collective; or, from a rank that did not fail, whether it is `inside` a
-  step, its `position`, and the `location` of its program for how many `seconds`.
+- "answers": `error`, that of the rank's own collective, with its `cause` if the rank knows it; or, from a rank that did
+  not fail, whether it is `inside` a step, its `position`, and the `location` of its program for how many `seconds`.
 """
 
 from __future__ import annotations
@@ -62,12 +62,15 @@ def call_roll(group: RankGroup) -> str:
         missing = [rank for rank in range(group.size) if rank not in heard]
         dead = find_dead_ranks(group, missing, processes)
         failed = [entry for entry in answers if "error" in entry]  # overrides the watchdog's answer
+        causes = [str(entry["cause"]) for entry in failed if entry["cause"]]
         latest = {int(entry["rank"]): entry for entry in (*answers, *failed)}.values()
         inside = [entry["inside"] for entry in latest if "error" not in entry]
         is_explained = len(dead) == len(missing) and (dead or ended or not inside or not all(inside))
-        if raised or is_explained or time.monotonic() > end:
+        if raised or causes or is_explained or time.monotonic() > end:
             if raised or ended:
                 return f"{'; '.join(str(entry['message']) for entry in (*raised, *ended))}."
+            if causes:
+                return causes[0]
             silent = [rank for rank in missing if rank not in dead]
             return _absence_message(group, dead, silent) or _hang_message(group, list(latest))
         time.sleep(_POLL_INTERVAL)
@@ -225,7 +228,7 @@ class RankFailures:
         group, position = self.group, self.describe_position()
         try:
             group.store.reach()
-            group.append("answers", {"rank": group.rank, "step": self.steps_begun, "error": failure})
+            group.append("answers", {"rank": group.rank, "step": self.steps_begun, "error": failure, "cause": known})
             group.write("called", {"message": known.removesuffix(".")})
             self._is_reported, self._own_answers = bool(known), 1
             message = self._find_cause(known)

@@ -259,12 +259,15 @@ def test_s33_a_call_of_all_begins_when_all_have_come() -> None:
     assert called_by([0, 1, 2], lambda board: None) == dict.fromkeys(range(3), "all came")
 
 
-def test_s33_who_went_another_way_is_named_on_both_sides() -> None:
+@pytest.mark.parametrize("wait", [2.5, 0.0], ids=["the others fail first", "it fails first"])
+def test_s33_who_went_another_way_is_named_on_both_sides(wait: float) -> None:
     heard = []
 
     def step(board: RankFailures) -> None:
         board.steps_begun, board.is_in_step = 5, True
-        time.sleep(2.5)  # the thread that looks after a long step answers
+        while not board.group.store.add("meeting/1/elsewhere", 0):  # the thread that looks after a long step says it
+            time.sleep(0.02)
+        time.sleep(wait)
         heard.append(str(board.collective_error("RuntimeError: closed")))
 
     begun = time.monotonic()
