@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from polyamp.array_namespace import array_namespace
@@ -13,8 +14,9 @@ from polyamp.errors import UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
-from polyamp_keras.arrays import at_least_float32, is_floating
+from polyamp_keras.arrays import at_least_float32, is_floating, native_variable
 from polyamp_keras.compat import split_names
+from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 from polyamp_keras.engines.tensorflow_compat import EagerTensor, is_in_while_loop, report_operations, stop_recording
 from polyamp_keras.engines.tensorflow_kernels import kernel_update as kernel_update
 
@@ -177,6 +179,60 @@ def to_dense(gradient: Any, like: Any) -> Any:
     if is_floating(values):
         values = tf.cast(values, at_least_float32(values))
     return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
+
+
+def host_values(variable: Any) -> HostArray:
+    """Return the values of a variable, on the host without a copy."""
+    return np.asarray(tf.convert_to_tensor(native_variable(variable)))
+
+
+def from_host(values: HostArray) -> Any:
+    """Return an array, or a tensor of it where its axes are in another order: TensorFlow transposes several times as
+    fast as NumPy. Assigning either copies it."""
+    if values.flags.c_contiguous or values.ndim < 2:
+        return values
+    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+    straight = values.transpose(order)
+    if not straight.flags.c_contiguous:
+        return values
+    back = sorted(range(values.ndim), key=order.__getitem__)
+    return tf.transpose(tf.convert_to_tensor(straight), back)
+
+
+def cast_variable(variable: Any, dtype: str) -> Any:
+    """Return a new variable of TensorFlow's in another dtype."""
+    return tf.Variable(tf.cast(native_variable(variable), dtype), trainable=variable.trainable)
+
+
+def trace_state() -> Any:
+    """Return the graph in which operations run; None if they run eagerly."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def differentiate(
+    call: ObservedCall, variables: Sequence[Any], cotangents: Callable[[Sequence[HostArray]], Any]
+) -> Differentiation:
+    """Return outputs and gradients of a call; see `KerasEngine.differentiate`."""
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        watched = [native_variable(variable) for variable in variables]
+        tape.watch(watched)
+        outputs, observed = call()
+        with tape.stop_recording():
+            against = cotangents([host_values(output) for output in outputs])
+        pairs = [(output, factor) for output, factor in zip(outputs, against, strict=True) if is_floating(output)]
+        total = tf.add_n([tf.reduce_sum(output * tf.cast(factor, output.dtype)) for output, factor in pairs])
+    gradients = tape.gradient(total, watched)
+    return Differentiation(
+        [host_values(output) for output in outputs],
+        [_gradient_array(*pair) for pair in zip(gradients, variables, strict=True)],
+        {key: host_values(value) for key, value in observed.items()},
+    )
+
+
+def _gradient_array(gradient: Any, variable: Any) -> HostArray:
+    if gradient is None:
+        return np.zeros(tuple(variable.shape), np.float32)
+    return host_values(tf.cast(to_dense(gradient, variable), tf.float32))
 
 
 def write_fit_state(model: Any) -> None:

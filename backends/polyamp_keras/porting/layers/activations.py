@@ -10,7 +10,7 @@ import keras
 from polyamp.porting.layouts.activations import identify_activation
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp_keras.compat import is_keras_code
-from polyamp_tensorflow.porting.layers.layer_record import UNKNOWN, LayerRecord, plain_form
+from polyamp_keras.porting.layers.layer_record import UNKNOWN, LayerRecord, plain_form
 
 _ALIASES: Final = {"softsign": "soft_sign"}
 """Keras's name -> the name in torch and JAX."""

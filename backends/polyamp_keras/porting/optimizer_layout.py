@@ -15,7 +15,7 @@ from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
 from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp.recipe.optimizer_spec import NativeOptimizer
 from polyamp.recipe.optimizers import SPECS
-from polyamp_keras.arrays import native_variable
+from polyamp_keras.arrays import variable_key
 from polyamp_keras.compat import rate_variable, slot_lists
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer, optimizer_variables
 
@@ -33,8 +33,7 @@ def read_optimizer_layout(optimizer: Any, parameters: Sequence[str]) -> Optimize
         parameters: paths of the variables that it was built for, in order.
     """
     names = {
-        id(native_variable(variable)): name
-        for name, variable in optimizer_variables(optimizer, list(parameters)).items()
+        variable_key(variable): name for name, variable in optimizer_variables(optimizer, list(parameters)).items()
     }
     if isinstance(optimizer, SpecOptimizer):
         return _spec_layout(optimizer, parameters)
@@ -52,13 +51,13 @@ def read_optimizer_layout(optimizer: Any, parameters: Sequence[str]) -> Optimize
         return OptimizerLayout({}, {}, [{"type": tag}], numbers, refused=refused)
     slots = {
         native.slots[word]: {
-            path: f"optimizer/{names[id(native_variable(variable))]}"
+            path: f"optimizer/{names[variable_key(variable)]}"
             for path, variable in zip(parameters, variables, strict=True)
         }
         for word, variables in slot_lists(optimizer, native.slots).items()
         if variables
     }
-    iterations = f"optimizer/{names[id(native_variable(optimizer.iterations))]}"
+    iterations = f"optimizer/{names[variable_key(optimizer.iterations)]}"
     counts = {path: UpdateCount(iterations) for path in parameters} if native.counts else {}
     factors, refused = _slot_factors(optimizer, tag, slots, called)
     return OptimizerLayout(

@@ -16,8 +16,8 @@ import keras
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Reshape, Shape, Split
 from polyamp_keras.compat import layer_classes
-from polyamp_tensorflow.porting.layers.activations import activation_name
-from polyamp_tensorflow.porting.layers.layer_record import LayerRecord, LayerRow, inner_layers, read_variables
+from polyamp_keras.porting.layers.activations import activation_name
+from polyamp_keras.porting.layers.layer_record import LayerRecord, LayerRow, inner_layers, read_variables
 
 _GRU_GATE_ORDER: Final = Blocks((1, 0, 2))
 """From Keras's GRU order (update, reset, candidate) to the canonical order (reset, update, candidate)."""

@@ -31,15 +31,14 @@ from polyamp.porting.files.strided_copies import as_contiguous
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.compat import saved_variable_paths
-from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
-from polyamp_tensorflow.porting.tensorflow_only import weights_file_layers
-from polyamp_tensorflow.porting.tensorflow_only.h5_archive import (
+from polyamp_keras.porting import weights_file_layers
+from polyamp_keras.porting.h5_archive import (
     WEIGHTS_MEMBER,
     KerasArchive,
     StoredArray,
     local_member,
 )
-from polyamp_tensorflow.precision.policy_module import native_model
+from polyamp_keras.porting.inventory import KerasInventory, read_keras_model
 
 _ZEROS: Final[Mapping[str, Any]] = {
     "module": "keras.initializers",
@@ -78,7 +77,6 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
 
 def write_model(path: Path, model: Any) -> None:
     """Save a model with Keras (see `FileConverter`): a .keras file stores the model, a .weights.h5 file its weights."""
-    model = native_model(model)
     whole = path.name.endswith(".keras")
     if not (whole or path.name.endswith(".weights.h5")) or not isinstance(model, keras.Model):
         raise PortError(

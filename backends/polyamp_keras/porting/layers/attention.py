@@ -8,7 +8,7 @@ from typing import Any, Final
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Rule, same
 from polyamp_keras.compat import child_layers
-from polyamp_tensorflow.porting.layers.layer_record import (
+from polyamp_keras.porting.layers.layer_record import (
     LayerRecord,
     LayerRow,
     inner_layers,

@@ -6,21 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.layer_registration import registered_form
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_keras.arrays import is_floating, native_variable
+from polyamp_keras.arrays import is_floating, native_variable, numpy_dtype, variable_key
 from polyamp_keras.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
+from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import LayerEntry, is_built, is_layer, list_layers
 from polyamp_keras.models.variables import model_variables
-from polyamp_tensorflow.porting.input_orders import input_orders
-from polyamp_tensorflow.porting.layers import layer_table
-from polyamp_tensorflow.porting.layers.layer_record import (
+from polyamp_keras.porting.input_orders import input_orders
+from polyamp_keras.porting.layers import layer_table
+from polyamp_keras.porting.layers.layer_record import (
     LayerRecord,
     all_variables,
     class_name,
@@ -28,8 +27,7 @@ from polyamp_tensorflow.porting.layers.layer_record import (
     own_variables,
     refuse_modified_kernel,
 )
-from polyamp_tensorflow.porting.tensorflow_only.suggested_code import attribute_lines, layer_expressions
-from polyamp_tensorflow.precision.policy_module import native_model
+from polyamp_keras.porting.suggested_code import attribute_lines, layer_expressions
 
 
 class KerasInventory:
@@ -48,11 +46,11 @@ class KerasInventory:
         self.variables: dict[str, Any] = {}
         self.paths: dict[int, str] = {}
         roles = model_variables(model)
-        self._names = {id(native_variable(variable)): name for role in roles for name, variable in role.items()}
+        self._names = {variable_key(variable): name for role in roles for name, variable in role.items()}
         self._weights = {
-            id(native_variable(item)) for module in list_layers(model) for item in own_trainable_variables(module.layer)
+            variable_key(item) for module in list_layers(model) for item in own_trainable_variables(module.layer)
         }
-        self._weights.update(id(native_variable(variable)) for variable in getattr(model, "trainable_variables", ()))
+        self._weights.update(variable_key(variable) for variable in getattr(model, "trainable_variables", ()))
         self._first: dict[int, str] = {}
         listed = list(self._of_layers(model) if is_layer(model) else self._of_another(model))
         left = dict(self._left(model))
@@ -84,7 +82,7 @@ class KerasInventory:
                 owner = part.owner or module.layer
                 lines = {} if custom else attribute_lines(owner, part.form, spellings[id(owner)])
                 yield self._layer(path, part, class_name(module.layer), lines)
-            named = {id(native_variable(variable)) for part in parts for variable in part.arrays.values()}
+            named = {variable_key(variable) for part in parts for variable in part.arrays.values()}
             yield from self._parameters(module, named)
 
     def _parts(self, module: LayerEntry) -> tuple[list[LayerRecord], bool]:
@@ -101,7 +99,7 @@ class KerasInventory:
 
     def _leaf(self, place: str, variable: Any) -> InventoryLeaf:
         """Return a leaf named as the variable in checkpoints, or after its place if that variable is tied."""
-        key = id(native_variable(variable))
+        key = variable_key(variable)
         tied = self._first.get(key)
         name = self._names.get(key, place) if tied is None else place
         if name in self.variables:
@@ -116,12 +114,10 @@ class KerasInventory:
         A variable that it shares with an inner layer, as SpectralNormalization does, belongs to the inner layer.
         """
         named = named | {
-            id(native_variable(variable))
-            for layer in inner_layers(module.layer)
-            for variable in own_variables(layer).values()
+            variable_key(variable) for layer in inner_layers(module.layer) for variable in own_variables(layer).values()
         }
         for name, variable in own_variables(module.layer).items():
-            key = id(native_variable(variable))
+            key = variable_key(variable)
             if key in named or not is_floating(native_variable(variable)):
                 continue
             path = "/".join(word for word in (module.stable_path, name) if word)
@@ -138,11 +134,9 @@ class KerasInventory:
 
     def _left(self, model: Any) -> Iterator[tuple[str, str]]:
         generators = [item for module in list_layers(model) for item in seed_generators(module.layer)]
-        seeds = {id(native_variable(generator.state)) for generator in generators}
+        seeds = {variable_key(generator.state) for generator in generators}
         counters = {
-            id(native_variable(item))
-            for module in list_layers(model)
-            for item in own_non_trainable_variables(module.layer)
+            variable_key(item) for module in list_layers(model) for item in own_non_trainable_variables(module.layer)
         }
         for key, name in self._names.items():
             if key in self._first:
@@ -157,7 +151,7 @@ class KerasInventory:
 
 def inventory(model: Any, batch: Any = None) -> Inventory:
     """Return the layers of a model; see `Converter.inventory`."""
-    return read_keras_model(native_model(model)).inventory
+    return read_keras_model(model).inventory
 
 
 def read_keras_model(model: Any) -> KerasInventory:
@@ -183,14 +177,9 @@ def read_keras_model(model: Any) -> KerasInventory:
 
 
 def to_lazy(variable: Any) -> Lazy:
-    """Return a variable's values as a lazy array; reading gives a view where TensorFlow supports it."""
+    """Return a variable's values as a lazy array; reading gives a view where the framework supports it."""
     value = native_variable(variable)
-    return Lazy(tuple(value.shape), tf.as_dtype(value.dtype).as_numpy_dtype, lambda: variable_values(variable))
-
-
-def variable_values(variable: Any) -> np.ndarray[Any, Any]:
-    """Return a variable's current values, on the host without a copy. A later `assign` does not change them."""
-    return np.asarray(tf.convert_to_tensor(native_variable(variable)))
+    return Lazy(tuple(value.shape), numpy_dtype(value), lambda: ENGINE.host_values(variable))
 
 
 def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
@@ -199,17 +188,17 @@ def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
     there = all_variables(layer)
     names = [name for rule in form.rules for name in rule.native]
     arrays = {name: there.get(name, getattr(layer, name, None)) for name in names}
-    missing = [name for name, variable in arrays.items() if not isinstance(variable, keras.Variable | tf.Variable)]
+    missing = [name for name, variable in arrays.items() if not hasattr(variable, "assign")]
     if missing:
         raise PortError(
             f"the form registered for {class_name(layer)} names {missing[0]!r}, which layer {module.path!r} does not "
             f"have. Its variables: {', '.join(there) or 'none'}."
         )
-    keys = {id(native_variable(variable)) for variable in arrays.values()}
+    keys = {variable_key(variable) for variable in arrays.values()}
     covered = [
         item
         for item in inner_layers(layer)
-        if any(id(native_variable(variable)) in keys for variable in own_variables(item).values())
+        if any(variable_key(variable) in keys for variable in own_variables(item).values())
     ]
     return LayerRecord(form, arrays, inner_layers=tuple(covered))
 

@@ -11,8 +11,8 @@ import keras
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 from polyamp_keras.compat import inbound_nodes, keras_history
-from polyamp_tensorflow.porting.layers.activations import activation_attributes, activation_name
-from polyamp_tensorflow.porting.layers.layer_record import (
+from polyamp_keras.porting.layers.activations import activation_attributes, activation_name
+from polyamp_keras.porting.layers.layer_record import (
     LayerRecord,
     LayerRow,
     array_rules,

@@ -8,6 +8,7 @@ from typing import Any, Final
 import keras
 
 from polyamp.porting.layouts.layer_layout import Form
+from polyamp_keras.compat import layer_attributes
 from polyamp_keras.models.layers import is_container, list_layers
 
 AttributeLine = Callable[[Any], str]
@@ -105,7 +106,7 @@ def _child_expressions(layer: Any) -> Iterator[tuple[Any, str]]:
         for inner in layer.layers:
             yield inner, f".get_layer({inner.name!r})"
         return
-    for name, value in vars(layer).items():
+    for name, value in layer_attributes(layer).items():
         if name.startswith("_"):
             continue
         yield from _value_expressions(value, f".{name}")

@@ -16,8 +16,8 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
 from polyamp.porting.layouts.operations import Shape
-from polyamp_tensorflow.porting.layers.layer_table import file_row
-from polyamp_tensorflow.porting.tensorflow_only.h5_archive import StoredArray
+from polyamp_keras.porting.h5_archive import StoredArray
+from polyamp_keras.porting.layers.layer_table import file_row
 
 _STATISTIC_ARRAYS: Final = ("mean", "variance")
 _INNER_LAYERS: Final = ("cell", "forward_layer", "backward_layer")

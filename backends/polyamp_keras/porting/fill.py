@@ -10,15 +10,14 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from polyamp.errors import PortError, did_you_mean
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.rollback import read_ahead, write_all
 from polyamp_keras.arrays import native_variable
+from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import list_layers
-from polyamp_tensorflow.porting.inventory import read_keras_model, to_lazy, variable_values
-from polyamp_tensorflow.precision.policy_module import native_model
+from polyamp_keras.porting.inventory import read_keras_model, to_lazy
 
 
 def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
@@ -28,8 +27,7 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
     Raises:
         PortError: a name is unknown, or a shape or dtype differs from the variable's; nothing was changed.
     """
-    native = native_model(model)
-    found = read_keras_model(native)
+    found = read_keras_model(model)
     for name, given in leaves.items():
         if name not in found.variables:
             raise PortError(
@@ -46,11 +44,11 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
         try:
             write_all(
                 writes,
-                lambda name: variable_values(found.variables[name]),
+                lambda name: ENGINE.host_values(found.variables[name]),
                 lambda name, values: assign(found.variables[name], values),
             )
         finally:
-            _refresh_copies(native)
+            _refresh_copies(model)
     return model
 
 
@@ -72,19 +70,8 @@ def defer_interrupts() -> Iterator[None]:
 
 def assign(variable: Any, values: np.ndarray[Any, Any]) -> None:
     """Assign values to a variable; under a distribution strategy, to all of its copies. The array is copied."""
-    native_variable(variable).assign(_to_tensor(values))
-
-
-def _to_tensor(values: np.ndarray[Any, Any]) -> Any:
-    """Return the values as a tensor. TensorFlow transposes an array several times as fast as NumPy."""
-    if values.flags.c_contiguous or values.ndim < 2:
-        return values
-    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-    straight = values.transpose(order)
-    if not straight.flags.c_contiguous:
-        return values
-    back = sorted(range(values.ndim), key=order.__getitem__)
-    return tf.transpose(tf.convert_to_tensor(straight), back)
+    native = native_variable(variable)
+    (native if hasattr(native, "assign") else variable).assign(ENGINE.from_host(values))
 
 
 def _refresh_copies(model: Any) -> None:

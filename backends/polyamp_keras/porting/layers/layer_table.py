@@ -13,9 +13,9 @@ from typing import Any, Final
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
 from polyamp.porting.layouts.operations import Operation, Reshape, Shape, Transpose
 from polyamp_keras.compat import build_shapes, layer_classes
-from polyamp_tensorflow.porting.layers import activations, attention, convolutions, recurrent
-from polyamp_tensorflow.porting.layers.activations import activation_attributes
-from polyamp_tensorflow.porting.layers.layer_record import (
+from polyamp_keras.porting.layers import activations, attention, convolutions, recurrent
+from polyamp_keras.porting.layers.activations import activation_attributes
+from polyamp_keras.porting.layers.layer_record import (
     UNKNOWN,
     LayerRecord,
     LayerRow,

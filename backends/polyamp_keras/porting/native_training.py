@@ -7,22 +7,22 @@ from typing import Any, Final
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS, LossScaleState
-from polyamp_keras.arrays import native_variable
+from polyamp_keras.engine import ENGINE
+from polyamp_keras.engines.differentiation import HostArray
 from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
 from polyamp_keras.own_loop.spec_optimizer import optimizer_variables
-from polyamp_tensorflow.arrays import Array, to_numpy
-from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
-from polyamp_tensorflow.porting.optimizer_layout import read_optimizer_layout
+from polyamp_keras.porting.fill import assign
+from polyamp_keras.porting.optimizer_layout import read_optimizer_layout
 
 _CALL: Final = "training(model, optimizer, scaler)"
 
 
-class TensorFlowTraining:
+class KerasTraining:
     """`polyamp.porting.states.optimizer_layout.NativeTraining` for Keras. All variables belong to the user.
 
     Attributes:
@@ -43,7 +43,7 @@ class TensorFlowTraining:
         self._inner = inner
 
     @classmethod
-    def of(cls, model: Any, optimizer: Any, scaler: Any) -> TensorFlowTraining:
+    def of(cls, model: Any, optimizer: Any, scaler: Any) -> KerasTraining:
         """Create a training state; see `StateConverter.native`."""
         if scaler is not None:
             raise ArgumentError(
@@ -67,23 +67,23 @@ class TensorFlowTraining:
     def scaler(self) -> Mapping[str, Any]:
         if self._scaling is None:
             return {}
-        if isinstance(self._scaling, LossScaleOptimizer):
+        if isinstance(self._scaling, ScaledOptimizer):
             return self._scaling.scaler.to_dict()
         constants = {"growth_factor": 2.0, "backoff_factor": 0.5}
         growth = {"growth_interval": int(self._scaling.dynamic_growth_steps)}
         return {**PRESETS["keras"], "min_scale": 2.0**-126, **constants, **growth}
 
-    def arrays(self) -> dict[str, Array]:
-        return {name: to_numpy(variable) for name, variable in self._everything().items()}
+    def arrays(self) -> dict[str, HostArray]:
+        return {name: np.array(ENGINE.host_values(variable)) for name, variable in self._everything().items()}
 
-    def replaced(self, arrays: Mapping[str, Array]) -> TensorFlowTraining:
+    def replaced(self, arrays: Mapping[str, HostArray]) -> KerasTraining:
         least = {}
-        if self._scaling is not None and not isinstance(self._scaling, LossScaleOptimizer):
+        if self._scaling is not None and not isinstance(self._scaling, ScaledOptimizer):
             # Keras compares the counter with the interval by ==, so a larger counter would never grow the scale again
             most = int(self._scaling.dynamic_growth_steps) - 1
             least = {"loss_scale/good_steps": np.minimum(arrays["loss_scale/good_steps"], most)}
         for name, variable in self._everything().items():
-            native_variable(variable).assign(tf.convert_to_tensor(least.get(name, arrays[name])))
+            assign(variable, np.asarray(least.get(name, arrays[name])))
         return self
 
     def _everything(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class TensorFlowTraining:
     def _scale_variables(self) -> dict[str, Any]:
         if self._scaling is None:
             return {}
-        if isinstance(self._scaling, LossScaleOptimizer):
+        if isinstance(self._scaling, ScaledOptimizer):
             held: LossScaleState = self._scaling.scale_variables
             return held._asdict()
         return {"scale": self._scaling.dynamic_scale, "good_steps": self._scaling.step_counter}
