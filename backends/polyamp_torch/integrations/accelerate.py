@@ -21,7 +21,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
-from polyamp_torch.distributed.fsdp_mixed_precision import mixed_precision_policy
+from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import mixed_precision_policy
 from polyamp_torch.integrations.loop_adapter import LoopRegion, LoopSettings, require_extra
 from polyamp_torch.integrations.loop_watch import LoopWatch
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield

@@ -16,13 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from polyamp.recipe.clip_limits import ClipLimits
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.step import grad_stats
-from polyamp_torch.step.grad_stats import (
-    can_read_without_sync,
-    global_norm,
-    global_norm_and_finite,
-    unscale_and_clip_divisor,
-)
+from polyamp_torch.step.grad_stats import global_norm, global_norm_and_finite, unscale_and_clip_divisor
 
 LARGEST = torch.finfo(torch.float32).max
 INF, NAN = float("inf"), float("nan")
