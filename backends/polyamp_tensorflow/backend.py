@@ -24,6 +24,7 @@ from polyamp_keras import arrays as keras_arrays
 from polyamp_keras.engines.tensorflow import XP
 from polyamp_keras.models.layers import check_is_model
 from polyamp_keras.own_loop.optimizer_checks import check_recipe_optimizer
+from polyamp_keras.precision import regularization_losses
 from polyamp_keras.precision.apply_policy import dtype_policy
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
@@ -38,7 +39,6 @@ from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.refresh import refresh_state
 from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
-from polyamp_tensorflow.step.tensorflow_only import regularization_losses
 from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
 from polyamp_tensorflow.step.update import update_states
 

@@ -66,6 +66,19 @@ def is_built(model: Any) -> bool:
     return all(layer.built or layer in never_marked for layer in layers)
 
 
+def require_built(model: Any, function: str) -> None:
+    """Raise unless a Keras model is built.
+
+    Raises:
+        ModelError: names the function that needs it, and how to build a model.
+    """
+    if not is_built(model):
+        raise ModelError(
+            f"{function} takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
+            "Call it once on a batch, give it a keras.Input, or build it."
+        )
+
+
 def check_is_model(model: Any) -> None:
     """Raise unless an object is a model.
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Final
 
 import keras
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy, module_precision
 from polyamp_keras.compat import layer_classes
 from polyamp_keras.interrupts import close_stale_blocks
 from polyamp_keras.models.keras_serialization import ModelSetting, add_setting, remove_setting
-from polyamp_keras.models.layers import is_built, is_layer
+from polyamp_keras.models.layers import is_built, is_layer, require_built
 from polyamp_keras.precision.float8_layers import check_float8, refuse_float8
 from polyamp_keras.precision.keras_policies import keras_policy, policy_map
 from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes, resolve_layer_policy
@@ -201,11 +201,7 @@ def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> App
     if not is_layer(model):
         raise UnsupportedError(f"apply_policy takes a keras.Model or layer. Received: {type(model).__qualname__}.")
     plan = resolve_policy(model, Policy.of(policy))
-    if not is_built(model):
-        raise ModelError(
-            f"apply_policy takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
-            "Call it once on a batch, give it a keras.Input, or build it."
-        )
+    require_built(model, "apply_policy")
     return AppliedPolicy(model, plan, heads=heads)
 
 

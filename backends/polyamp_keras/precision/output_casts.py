@@ -1,13 +1,19 @@
-"""Casts of results to the policy's dtypes (S1). A rounded tensor keeps the wider one for the cast of the output."""
+"""Casts of results to the policy's dtypes (S1), and the dtype of a loss (S6).
+
+A rounded tensor keeps the wider one for the cast of the output.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
 import keras
 
+from polyamp.errors import LossError
 from polyamp.float_formats import HALF_DTYPES
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.arrays import cast, dtype_name, is_floating
 from polyamp_keras.compat import copy_keras_mask, get_tensor_attribute, set_tensor_attribute
 
@@ -44,3 +50,22 @@ def round_to_dtype(tree: Any, dtype: str) -> Any:
         return narrow
 
     return keras.tree.map_structure(round_leaf, tree)
+
+
+def check_loss_dtype(loss: Any, plans: Sequence[ResolvedPolicy]) -> None:
+    """Raise for a loss that `loss_fn` computed in 16 bits although the models' outputs are wider (S6).
+
+    Args:
+        loss: the loss, a tensor or variable of Keras's backend, or a number.
+        plans: the policies of the models.
+
+    Raises:
+        LossError: names the remedy.
+    """
+    narrow = dtype_name(loss) if hasattr(loss, "dtype") else ""
+    if narrow in HALF_DTYPES and not any(plan.output in HALF_DTYPES for plan in plans):
+        raise LossError(
+            f"loss_fn returned a loss in {narrow}, though the model's outputs are {plans[0].output}: it was computed "
+            "in 16 bits, where a sum has three digits. Cast what it is made of, keras.ops.cast(x, 'float32'), or use "
+            "polyamp.losses, which compute in float32."
+        )

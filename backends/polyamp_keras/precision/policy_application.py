@@ -15,6 +15,7 @@ any order and in several threads; when all are removed, the layer has its origin
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
@@ -117,6 +118,12 @@ class PolicyApplication:
                 for function in functions
                 if function is not None and id(function) not in known
             ]
+
+    def again(self) -> PolicyApplication:
+        """Return the same policy for the same model, to be put anew, also while this one is applied."""
+        twin = copy.copy(self)
+        twin._settings = [(target, _LayerSetting(*setting)) for target, setting in self._settings]
+        return twin
 
     def put(self) -> None:
         """Apply the policy. If this is interrupted, `restore` removes the applied part."""
@@ -221,6 +228,34 @@ class PolicyApplication:
         return {"call": cast_result_to_output(call, plan, check, applies)}
 
 
+class PolicyTemplate:
+    """A policy that is applied to a model again and again, as around every step that is not compiled.
+
+    Its settings are computed once, and anew after the program has replaced a method of a layer.
+
+    Args:
+        model: a Keras layer or model.
+        plan: the policy, resolved for this model.
+    """
+
+    def __init__(self, model: Any, plan: ResolvedPolicy) -> None:
+        self._model = model
+        self._plan = plan
+        self._made: PolicyApplication | None = None
+        self._methods: list[dict[str, Callable[..., Any]]] = []
+
+    def application(self) -> PolicyApplication:
+        """Return an application that is not put yet."""
+        with _LOCK:
+            if self._made is None or self._methods != self._original_methods(self._made):
+                self._made = PolicyApplication(self._model, self._plan)
+                self._methods = self._original_methods(self._made)
+            return self._made.again()
+
+    def _original_methods(self, made: PolicyApplication) -> list[dict[str, Callable[..., Any]]]:
+        return [_original_attributes(choice.target) for choice in made.choices]
+
+
 @contextlib.contextmanager
 def suspend_policies(model: Any) -> Iterator[None]:
     """Context manager in which each layer has its original Keras policy, for its configuration."""
@@ -295,9 +330,14 @@ def _own_attributes(target: Any) -> dict[str, Callable[..., Any]]:
     return {name: vars(target)[name] for name in _REPLACED_METHODS if name in vars(target)}
 
 
+def _original_attributes(target: Any) -> dict[str, Callable[..., Any]]:
+    stack = vars(target).get(POLICY_STACK)
+    return _own_attributes(target) if stack is None else dict(stack[0].methods)
+
+
 def _original_method(target: Any, name: str) -> Callable[..., Any]:
     """Return the target's original method, whether or not it is replaced now."""
-    own = vars(target)[POLICY_STACK][0].methods if POLICY_STACK in vars(target) else _own_attributes(target)
+    own = _original_attributes(target)
     method: Callable[..., Any] = own.get(name) or getattr(type(target), name).__get__(target, type(target))
     return method
 

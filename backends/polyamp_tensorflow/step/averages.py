@@ -6,12 +6,9 @@ The states are `TensorFlowState`s, annotated as `Any` because `state` imports th
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
@@ -19,7 +16,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.rules.averages import average_share, averaged_paths, move_average
 from polyamp_keras.arrays import native_variable
 from polyamp_keras.engines.tensorflow import XP
-from polyamp_keras.models.layers import is_container
+from polyamp_keras.models.copies import copy_model
 from polyamp_keras.models.variables import ModelVariables, model_variables
 from polyamp_tensorflow.arrays import assign_values
 
@@ -112,7 +109,7 @@ def averaged_model(state: Any) -> Any:
         state.check_alive()
         own, kind = state.variables, type(state.model).__name__
         try:
-            copied = _copy_model(state.model)
+            copied = copy_model(state.model)
             twin = model_variables(copied)
             if [len(role) for role in twin] != [len(role) for role in own]:
                 raise ValueError("the copy has other variables")
@@ -138,15 +135,6 @@ def _optimizer_average(state: Any, index: int, place: Any) -> Any:
     spec, slots = state.optimizer.spec_and_slots(index)
     slots = {name: native_variable(slot).read_value() for name, slot in slots.items()}
     return spec.average(tf.cast(place.read_value(), next(iter(slots.values())).dtype), slots)
-
-
-def _copy_model(model: Any) -> Any:
-    """Return a copy; its variables may have other values."""
-    if isinstance(model, keras.Model) and is_container(model):
-        return keras.models.clone_model(model)  # copies layers of classes that are not registered too
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Keras's own copy, through a file in memory
-        return copy.deepcopy(model)
 
 
 def _first_line(error: Exception) -> str:

@@ -11,13 +11,14 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import LossError, describe_value
-from polyamp.float_formats import HALF_DTYPES
 from polyamp.results import LossFunction
 from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_keras.arrays import leaves_with_paths, native_variable
 from polyamp_keras.engines.tensorflow import XP
 from polyamp_keras.interrupts import EnsureUndo
+from polyamp_keras.precision.output_casts import check_loss_dtype
+from polyamp_keras.precision.regularization_losses import warn_missing_regularization
 from polyamp_tensorflow.arrays import to_dense_float32
 from polyamp_tensorflow.precision.autocast import apply_layer_policies
 from polyamp_tensorflow.precision.policy_module import PolicyModule
@@ -25,7 +26,6 @@ from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.grad_stats import scale_loss
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows, to_weight
 from polyamp_tensorflow.step.state import States
-from polyamp_tensorflow.step.tensorflow_only.regularization_losses import warn_missing_regularization
 
 ParameterKey = tuple[int, str]
 """Number of a state among those of a step, and name of one of its parameters."""
@@ -77,7 +77,7 @@ def run_pass(states: States, loss_fn: LossFunction, batch: Any, weighing: LossWe
         counts = tf.is_tensor(own.size) or (among_others and tf.executing_eagerly() and own.size is not None)
         if own.weight is None and counts:  # of a selection, or of unknown rows
             own = own._replace(weight=own.size, size=None)
-        _check_loss_dtype(own.value, states)
+        check_loss_dtype(own.value, [state.plan for state in states])
         loss = scale_loss(own.value, None, what="loss_fn")
         wide = (
             tf.reshape(tf.cast(native_variable(own.value), tf.float64), ())
@@ -97,21 +97,6 @@ def run_pass(states: States, loss_fn: LossFunction, batch: Any, weighing: LossWe
     counts = [to_weight(count) for count in loss_weights.term_counts(own, rows)] if among_others else []
     weight = None if own.weight is None else to_weight(own.weight)
     return PassResult(loss, map_present(_aux_tensor, own.aux), gradients, weight, own.size, counts)
-
-
-def _check_loss_dtype(loss: Any, states: States) -> None:
-    """Raise for a loss that `loss_fn` computed in 16 bits although the models' outputs are wider (S6).
-
-    Raises:
-        LossError: names the remedy.
-    """
-    narrow = getattr(getattr(loss, "dtype", None), "name", None)
-    if narrow in HALF_DTYPES and not any(state.plan.output in HALF_DTYPES for state in states):
-        raise LossError(
-            f"loss_fn returned a loss in {narrow}, though the model's outputs are {states[0].plan.output}: it was "
-            "computed in 16 bits, where a sum has three digits. Cast what it is made of, "
-            "keras.ops.cast(x, 'float32'), or use polyamp.losses, which compute in float32."
-        )
 
 
 def _aux_tensor(leaf: Any) -> Any:

@@ -11,30 +11,29 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tensorflow as tf
+import keras
 
-from polyamp_keras.arrays import native_variable
+from polyamp_keras.arrays import at_least_float32, native_variable
 from polyamp_keras.compat import clear_losses, flatten_layers, losses_override, own_losses, own_trainable_variables
 from polyamp_keras.models.layers import is_layer, list_layers
+from polyamp_keras.precision.bound_model import native_model
 from polyamp_keras.precision.output_casts import LOSSES_READ
-from polyamp_tensorflow.arrays import at_least_float32
-from polyamp_tensorflow.precision.policy_module import native_model
 
 
 def regularization(model: Any) -> Any:
     """Return the sum of the losses that a model or layer adds, float32; each term summed as in Keras's trainer.
 
     Args:
-        model: a `PolicyModule`, a Keras model or layer. Any other model adds nothing.
+        model: a `BoundKerasModel`, a Keras model or layer. Any other model adds nothing.
     """
     model = native_model(model)
     layers_read = LOSSES_READ.get()
     if layers_read is not None:
         layers_read.append(model)
-    total = tf.zeros((), tf.float32)
+    total = keras.ops.zeros((), "float32")
     if is_layer(model):
         for term in _loss_terms(model):
-            total += tf.reduce_sum(tf.cast(term, tf.float32))
+            total = total + keras.ops.sum(keras.ops.cast(native_variable(term), "float32"))
     return total
 
 
@@ -45,9 +44,7 @@ def _loss_terms(model: Any) -> list[Any]:
         return instead
     collected = [loss for layer in flatten_layers(model) for loss in own_losses(layer)]
     weights = [variable for variable in model.trainable_weights if variable.regularizer is not None]
-    return collected + [
-        v.regularizer(tf.cast(native_variable(v), at_least_float32(native_variable(v).dtype))) for v in weights
-    ]
+    return collected + [v.regularizer(keras.ops.cast(native_variable(v), at_least_float32(v))) for v in weights]
 
 
 @contextlib.contextmanager
