@@ -6,7 +6,7 @@ Only the module of the current backend is imported: a process with Keras on torc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol, cast
 
@@ -75,6 +75,15 @@ class KerasEngine(Protocol):
     ) -> Differentiation:
         """Run `call`, and return the gradients of the sum of its floating outputs times `cotangents(outputs)` by the
         variables, zeros for a variable that they do not depend on."""
+
+    def check_gradients(self, kinds: Collection[str], call: str, instead: str, /) -> None:
+        """Raise if this process cannot compute gradients of layers of these canonical kinds.
+
+        Args:
+            kinds: the kinds.
+            call: the call that would compute them.
+            instead: the alternative, for the message.
+        """
 
     def write_fit_state(self, model: Any, /) -> None:
         """Write the values of the last step of `fit` to the model's variables, if they are kept elsewhere."""

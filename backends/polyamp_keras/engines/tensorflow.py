@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +26,8 @@ FRAMEWORK: Final = "TensorFlow"
 DTYPE_ERRORS: Final = (TypeError, ValueError, tf.errors.InvalidArgumentError)
 DTYPE_MESSAGE: Final = r"[^\n]*(?:does not match type|was expected to be a|requested dtype)[^\n]*"
 ONE_DTYPE_CODE: Final = "tf.random.normal(tf.shape(z), dtype=z.dtype) or tf.cast(noise, z.dtype)"
+_CONVOLUTIONS: Final = {"conv", "conv_transpose"}
+"""Canonical kinds of layers whose gradients oneDNN computes."""
 _ID_PRESERVING_OPERATIONS: Final = split_names(
     "Identity IdentityN EnsureShape StopGradient Reshape Transpose ExpandDims Squeeze StridedSlice Slice Split SplitV "
     "Unpack Pack Concat ConcatV2 Tile Pad PadV2 GatherV2 GatherNd ReverseV2 Roll BroadcastTo Select SelectV2 Cast "
@@ -233,6 +237,23 @@ def _gradient_array(gradient: Any, variable: Any) -> HostArray:
     if gradient is None:
         return np.zeros(tuple(variable.shape), np.float32)
     return host_values(tf.cast(to_dense(gradient, variable), tf.float32))
+
+
+def check_gradients(kinds: Collection[str], call: str, instead: str) -> None:
+    """Raise if a model has convolutions and torch is loaded in the process.
+
+    TensorFlow's oneDNN kernels for the gradient of a convolution abort once torch has run its own in the process. This
+    was seen with TensorFlow 2.21 and torch 2.13 on the CPU. Without these kernels there is no problem.
+
+    Raises:
+        UnsupportedError: names the environment variable that prevents it.
+    """
+    if "torch" in sys.modules and os.environ.get("TF_ENABLE_ONEDNN_OPTS") != "0" and {*kinds} & _CONVOLUTIONS:
+        raise UnsupportedError(
+            f"{call}: the gradient of TensorFlow's convolutions can end the process once torch runs in it too: their "
+            "oneDNN libraries do not agree. Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before the program "
+            f"starts; or {instead}."
+        )
 
 
 def write_fit_state(model: Any) -> None:

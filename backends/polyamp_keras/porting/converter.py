@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from polyamp.porting.layouts.converter import Converter
+from polyamp.porting.states.optimizer_layout import NativeTraining
 from polyamp_keras.porting import evaluate, files, fill, inventory
 
 
@@ -26,6 +27,11 @@ class KerasConverter:
     open_file = staticmethod(files.open_file)
     write_file = staticmethod(files.write_file)
     write_model = staticmethod(files.write_model)
+
+    def native(self, model: Any, optimizer: Any, scaler: Any) -> NativeTraining:
+        from polyamp_keras.porting.native_training import KerasTraining
+
+        return KerasTraining.of(model, optimizer, scaler)
 
 
 CONVERTER: Final[Converter] = KerasConverter()

@@ -33,8 +33,13 @@ def evaluate(
     cotangents: Callable[[Sequence[HostArray]], Sequence[HostArray]],
     inputs: Container[str] = (),
 ) -> Evaluation:
-    """Return outputs, gradients and the outputs of layers (see `Converter.evaluate`)."""
+    """Return outputs, gradients and the outputs of layers (see `Converter.evaluate`).
+
+    Raises:
+        UnsupportedError: the process cannot compute the gradients of some layers.
+    """
     found = read_keras_model(model)
+    check_gradients(found, "check", "port without check=")
     args, kwargs = _arguments(batch)
     if is_layer(model):
         kwargs["training"] = False
@@ -56,6 +61,11 @@ def evaluate(
     return Evaluation(
         result.outputs, dict(zip(weights, result.gradients, strict=True)), modules=of_outputs, inputs=of_inputs
     )
+
+
+def check_gradients(found: KerasInventory, call: str, instead: str) -> None:
+    """Raise if this process cannot compute the gradients of a model; see `KerasEngine.check_gradients`."""
+    ENGINE.check_gradients({layer.forms[0].kind for layer in found.inventory.layers}, call, instead)
 
 
 def _trainable_names(found: KerasInventory) -> list[str]:

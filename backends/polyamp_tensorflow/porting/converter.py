@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from polyamp.porting.layouts.converter import Converter
+from polyamp.porting.layouts.converter import Converter, Evaluation
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_keras.porting import files, fill, inventory
-from polyamp_tensorflow.porting import evaluate
+from polyamp.porting.layouts.lazy_array import Array, Lazy
+from polyamp_keras.porting import evaluate, files, fill, inventory
 from polyamp_tensorflow.precision.policy_module import native_model
 
 
@@ -26,7 +25,6 @@ class TensorFlowConverter:
 
     in_place: Final = True
 
-    evaluate = staticmethod(evaluate.evaluate)
     open_file = staticmethod(files.open_file)
     write_file = staticmethod(files.write_file)
 
@@ -36,6 +34,15 @@ class TensorFlowConverter:
     def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
         fill.fill(native_model(model), leaves)
         return model
+
+    def evaluate(
+        self,
+        model: Any,
+        batch: Any,
+        cotangents: Callable[[Sequence[Array]], Sequence[Array]],
+        inputs: Container[str] = (),
+    ) -> Evaluation:
+        return evaluate.evaluate(native_model(model), batch, cotangents, inputs)
 
     def write_model(self, path: Path, model: Any) -> None:
         files.write_model(path, native_model(model))
