@@ -2,7 +2,9 @@
 
 An entry's name is the root module of a framework's objects ("torch", "flax"); its value is a backend. Dispatch uses
 the root modules along the MRO of an object's type, so recognising an object imports no framework. Backends are loaded
-on demand. `polyamp.contract.registry` has the same functions with the types of the contract.
+on demand. A framework that runs on several others, as Keras does, has an entry in the group `polyamp.backend_choices`
+instead; its value is a function that returns the name of the backend. `polyamp.contract.registry` has the same
+functions with the types of the contract.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp import framework_detection
-from polyamp.errors import BackendError, BackendNotInstalledError, ModelError, did_you_mean
+from polyamp.errors import BackendError, BackendNotInstalledError, ModelError, UnsupportedError, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINT_GROUP: Final = "polyamp.backends"
+CHOICE_GROUP: Final = "polyamp.backend_choices"
 _BACKEND_ALIASES: Final = {"tf": "tensorflow", "pytorch": "torch", "pt": "torch"}
 """Other name of a framework -> backend name."""
 _NEUTRAL_ROOTS: Final = ("polyamp", "numpy")
@@ -28,17 +31,54 @@ _NEUTRAL_ROOTS: Final = ("polyamp", "numpy")
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+)[^;]*?>=\s*([\d.]+)[^;]*(?:;.*extra\s*==\s*['\"]([^'\"]+)['\"])?")
 
 
+class BackendEntries(Mapping[str, "EntryPoint"]):
+    """Entry name -> entry point of its backend. A name with a choice is resolved when its entry is read, not before.
+
+    Args:
+        own: entry name -> entry point of a backend.
+        choices: root module of a framework that runs on several others -> entry point of the function that returns the
+            name of the backend in use.
+    """
+
+    def __init__(self, own: Mapping[str, EntryPoint], choices: Mapping[str, EntryPoint]) -> None:
+        self.own = own
+        self.choices = choices
+
+    def __getitem__(self, name: str) -> EntryPoint:
+        return self.own[_chosen_name(name) if name in self.choices else name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self.choices
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.own, *self.choices)
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self.choices)
+
+
 @functools.cache
-def entries() -> Mapping[str, EntryPoint]:
+def entries() -> BackendEntries:
     """Return entry name -> entry point of every registered backend.
 
     Raises:
         BackendError: two distributions claim one name.
     """
+    own = _entries_of_group(ENTRY_POINT_GROUP)
+    if not own:
+        raise BackendError(
+            "no backend is registered, so polyamp is imported from a source tree that is not installed. Run "
+            "`pip install -e .` in it."
+        )
+    choices = _entries_of_group(CHOICE_GROUP)
+    return BackendEntries(own, {name: entry for name, entry in choices.items() if name not in own})
+
+
+def _entries_of_group(group: str) -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
     found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
+    for entry in entry_points(group=group):
         other = found.get(entry.name)
         if other is not None and other.value != entry.value:
             raise BackendError(
@@ -46,12 +86,20 @@ def entries() -> Mapping[str, EntryPoint]:
                 f"{_distribution(entry)} ({entry.value}). Uninstall one of them."
             )
         found[entry.name] = entry
-    if not found:
-        raise BackendError(
-            "no backend is registered, so polyamp is imported from a source tree that is not installed. Run "
-            "`pip install -e .` in it."
-        )
     return found
+
+
+@functools.cache
+def _chosen_name(name: str) -> str:
+    """Return the name of the backend that a framework with a choice runs on. Imports that framework.
+
+    Raises:
+        BackendNotInstalledError: the framework, or the one that it runs on, is missing.
+        UnsupportedError: polyamp has no backend for the one that it runs on.
+        BackendError: its import fails otherwise.
+    """
+    entry = entries().choices[name]
+    return str(_load_entry(name, entry, lambda: entry.load()()))
 
 
 @functools.cache
@@ -69,21 +117,34 @@ def get(name: str) -> Any:
             + did_you_mean(_BACKEND_ALIASES.get(str(name).lower(), str(name)), known)
         )
     entry = known[name]
+    return _load_entry(name, entry, entry.load)
+
+
+def _load_entry(name: str, entry: EntryPoint, load: Callable[[], Any]) -> Any:
+    """Return the result of `load`, which loads an entry.
+
+    Raises:
+        BackendNotInstalledError: a framework is missing.
+        UnsupportedError: raised by what is loaded.
+        BackendError: a framework is too old, or the import fails otherwise.
+    """
     too_old = outdated_requirement(entry)
     if too_old is not None:
         raise BackendError(f"backend {name!r} {too_old} Run: {install_command(entry)}")
     try:
-        backend = entry.load()
+        return load()
+    except UnsupportedError:  # says itself what is not supported
+        raise
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing and missing != entry.module.partition(".")[0]:
             raise BackendNotInstalledError(
-                f"backend {name!r} needs {missing}, which is not installed. Run: {install_command(entry)}"
+                f"backend {name!r} needs {missing}, which is not installed. Run: "
+                f"{install_command(entries().own.get(missing, entry))}"
             ) from error
         raise _import_failure(entry, error) from error
     except Exception as error:
         raise _import_failure(entry, error) from error
-    return backend
 
 
 def backend_for(*objects: Any) -> Any:
@@ -146,7 +207,7 @@ def backend_of_type(kind: type) -> Any:
 def names() -> dict[str, str]:
     """Return backend name -> the entry that loads it; one per backend, even if it has several root modules."""
     by_value: dict[str, list[str]] = {}
-    for name, entry in entries().items():
+    for name, entry in entries().own.items():
         by_value.setdefault(entry.value, []).append(name)
     chosen = {}
     for value, aliases in by_value.items():
@@ -285,7 +346,7 @@ def _entry_root(kind: type, known: Mapping[str, Any]) -> str | None:
 @functools.cache
 def _model_packages() -> Mapping[str, str]:
     """Return root module of a backend's own classes, such as the models that `loss_fn` receives -> backend name."""
-    return {entry.module.partition(".")[0]: name for name, entry in reversed([*entries().items()])}
+    return {entry.module.partition(".")[0]: name for name, entry in reversed([*entries().own.items()])}
 
 
 def _distribution(entry: EntryPoint) -> str:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
+from polyamp_keras.backend_choice import check_keras_backend
+
 __all__ = [
     "AppliedPolicy",
     "LossScaleLogger",
@@ -63,7 +65,7 @@ def __getattr__(name: str) -> Any:
 
 
 # Keras finds the classes of a file once they are registered, which importing their modules does.
-if keras.config.backend() != "tensorflow":
+if check_keras_backend() != "tensorflow":
     import_module(f"{__name__}.own_loop.fit")
 elif "polyamp_tensorflow" not in sys.modules:
     import_module("polyamp_tensorflow")

@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.arrays import cast
+from polyamp_keras.backend_choice import backend_name
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.interrupts import EnsureUndo, close_stale_blocks
 from polyamp_keras.models.layers import is_built, is_layer
@@ -36,12 +36,11 @@ def require_tensorflow() -> None:
     Raises:
         UnsupportedError: names the current backend and how to change it.
     """
-    if keras.config.backend() != "tensorflow":
+    name = backend_name()
+    if name != "tensorflow":
         raise UnsupportedError(
-            "polyamp.init, train_step, value_and_grad, autocast and refresh are for Keras on TensorFlow. Received: "
-            f"Keras on its {keras.config.backend()!r} backend. There use fit or a loop of your own, with "
-            "polyamp_keras.compile, guard, LossScaleOptimizer and apply_policy; or set KERAS_BACKEND=tensorflow before "
-            "Keras is imported."
+            f"polyamp's TensorFlow backend is for Keras on TensorFlow. Received: Keras on its {name!r} backend. Leave "
+            "out backend=, or set KERAS_BACKEND=tensorflow before Keras is imported."
         )
 
 

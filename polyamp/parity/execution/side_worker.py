@@ -113,8 +113,9 @@ def _is_missing_framework(error: BaseException) -> bool:
 def _error_text(error: BaseException, side: str) -> str:
     """Return an error's message and location, with a hint if there is one."""
     if isinstance(error, ModuleNotFoundError):
-        known = registry.entries().get((error.name or "").partition(".")[0])
-        run = "" if known is None else f" Run there: {registry.install_command(known)}."
+        known, root = registry.entries(), (error.name or "").partition(".")[0]
+        entry = known.own.get(root) or known.choices.get(root)
+        run = "" if entry is None else f" Run there: {registry.install_command(entry)}."
         return (
             f"{error.name} is not installed in {sys.executable}.{run} For another environment, name its Python: "
             f"interpreters={{{side!r}: path}}, or --interpreter '{side}=PATH'."

@@ -32,6 +32,8 @@ FRAMEWORK_BY_SUFFIX: Final = {
     ".h5": "tensorflow",
 }
 """Suffix of a file to be written -> its framework."""
+_READERS: Final = {"keras": "tensorflow"}
+"""Framework -> the backend that reads and writes its files, whatever it runs on."""
 _METADATA: Final = {"pt": "torch", "tf": "tensorflow", "flax": "jax", canonical_file.FORMAT: CANONICAL}
 """Format in a safetensors file's metadata -> its framework."""
 _ORBAX: Final = "_METADATA"
@@ -134,7 +136,7 @@ def is_same_backend(framework: str, name: str) -> bool:
     >>> is_same_backend("flax", "jax"), is_same_backend("torch", "jax")
     (True, False)
     """
-    known = registry.entries()
+    known, framework, name = registry.entries(), _READERS.get(framework, framework), _READERS.get(name, name)
     return framework == name or (framework in known and name in known and known[framework].value == known[name].value)
 
 
@@ -152,7 +154,7 @@ def file_converter(framework: str, path: Path) -> FileConverter:
             f"{framework!r} is no framework whose files polyamp knows. Known: {', '.join(sorted(known))}."
             f"{did_you_mean(framework, known)}"
         )
-    backend = registry.get(framework)
+    backend = registry.get(_READERS.get(framework, framework))
     converter = backend.porting if isinstance(backend, HasConverter) else None
     if not isinstance(converter, FileConverter):
         raise UnsupportedError(f"{path}: the {backend.name} backend of this version reads and writes no models' files.")

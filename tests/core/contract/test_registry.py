@@ -47,13 +47,15 @@ class Site:
         package.mkdir(exist_ok=True)
         (package / "__init__.py").write_text(dedent(code))
 
-    def distribution(self, name: str, *, version: str = "1.0", **entries: str) -> None:
+    def distribution(
+        self, name: str, *, version: str = "1.0", group: str = lookup.ENTRY_POINT_GROUP, **entries: str
+    ) -> None:
         info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         lines = [f"{entry} = {value}" for entry, value in entries.items()]
         if lines:
-            (info / "entry_points.txt").write_text("\n".join([f"[{lookup.ENTRY_POINT_GROUP}]", *lines, ""]))
+            (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 
     def run(self, code: str) -> Any:
         """What `code` assigns to `answer`; an exception as (type names, message, cause)."""
@@ -332,3 +334,50 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_an_uninstalled_source_tree_says_so() -> None:
     with pytest.raises(BackendError, match=r"no backend is registered, .* not installed\. Run `pip install -e \.`"):
         registry.backend_for(np.zeros(2))
+
+
+CHOICE = """
+    import tiny
+
+    def backend_name():
+        tiny.asked.append(1)
+        return tiny.name
+"""
+
+
+def test_a_framework_that_runs_on_several_has_the_backend_of_the_one_in_use(site: Site) -> None:
+    site.module("many", CHOICE)
+    site.module("tiny", "name, asked = 'reference', []\nclass Model: __module__ = 'many.models'")
+    site.distribution("polyamp-many", group=lookup.CHOICE_GROUP, many="many:backend_name")
+    answer = site.run(
+        """
+        import many, tiny
+        known = "many" in registry.entries(), "many" in registry.names(), "many" in [*registry.entries()]
+        asked = len(tiny.asked)
+        answer = [
+            known,
+            asked,
+            registry.backend_for(tiny.Model()).name,
+            registry.get("many") is registry.get("reference"),
+            registry.entries()["many"].value,
+            registry.check_backend_argument("reference", tiny.Model()),
+            len(tiny.asked),
+        ]
+        """
+    )
+    assert answer == [[True, False, True], 0, "reference", True, "polyamp.reference:BACKEND", None, 1]
+
+
+@pytest.mark.parametrize(("code", "kind"), [("lost", "BackendNotInstalledError"), ("tiny", "UnsupportedError")])
+def test_a_choice_that_fails_is_no_other_backend(site: Site, code: str, kind: str) -> None:
+    raises = "\n    def backend_name():\n        raise UnsupportedError('runs on abaci alone')\n"
+    site.module("tiny", "")
+    site.module("many", f"    import {code}\n    from polyamp.errors import UnsupportedError{raises}")
+    site.distribution("polyamp-many", group=lookup.CHOICE_GROUP, many="many:backend_name")
+    kinds, message, _ = site.run("registry.get('many')")
+    assert kinds[0] == kind
+    assert message == (
+        "runs on abaci alone"
+        if code == "tiny"
+        else "backend 'many' needs lost, which is not installed. Run: pip install --upgrade polyamp-many"
+    )

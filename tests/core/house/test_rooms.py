@@ -90,7 +90,7 @@ CORE_FLOORS = (
     ("__main__",),
 )
 KERAS_FLOORS = (
-    ("compat", "arrays", "interrupts"),
+    ("compat", "arrays", "interrupts", "backend_choice"),
     ("engines",),  # a module per Keras backend, alike
     ("engine",),
     ("models",),
