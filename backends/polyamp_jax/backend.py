@@ -25,6 +25,8 @@ from polyamp.rules import step_checks
 from polyamp.rules.refresh import RefreshPlan
 from polyamp_jax import arrays
 from polyamp_jax.arrays import XP, dtype_name, named_leaves
+from polyamp_jax.distributed.jax_only.sharding_layout import gather_array, scalar_placement
+from polyamp_jax.distributed.replicas import check_axis_name
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.adapter import random_keys
 from polyamp_jax.models.libraries import adapt
@@ -37,9 +39,7 @@ from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.forward_backward import scale_loss_value
 from polyamp_jax.step.grad_stats import global_norm_and_finite, unscale_leaf
-from polyamp_jax.step.jax_only.sharding_layout import gather_array, scalar_placement
 from polyamp_jax.step.refresh import refresh_state
-from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
     from polyamp.doctor.float8_probe import Float8Probe
@@ -282,9 +282,7 @@ class JaxBackend:
 
     def library_harness(self, library: str) -> Harness:
         if library != "keras":
-            raise UnsupportedError(
-                f"the library of a harness must be 'keras'. Received: {library!r}."
-            )
+            raise UnsupportedError(f"the library of a harness must be 'keras'. Received: {library!r}.")
         from polyamp_jax.keras_harness import KerasJaxHarness
 
         return KerasJaxHarness()

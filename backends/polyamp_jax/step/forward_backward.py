@@ -16,6 +16,7 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
+from polyamp_jax.distributed.replicas import ShardMapReplicas, check_known_shards
 from polyamp_jax.models.parameter_writes import conform_writes, overlay_writes
 from polyamp_jax.models.running_state import RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params
@@ -24,7 +25,6 @@ from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step.error_hints import check_aux
 from polyamp_jax.step.loss_weights import LossWeighting, batch_rows, batch_shapes, to_weight
 from polyamp_jax.step.output_figures import WatchedLoss
-from polyamp_jax.step.replicas import ShardMapReplicas, check_known_shards
 from polyamp_jax.step.state import JaxState
 from polyamp_jax.step.unused_parameters import gradient_mask, reduce_scatter_mask
 

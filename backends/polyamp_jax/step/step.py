@@ -19,10 +19,10 @@ from polyamp.results import Gradients, LossFunction, StepResult
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.rules.update_decision import Skip
 from polyamp_jax.arrays import is_key, materialize, prepare_batch
+from polyamp_jax.distributed.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
+from polyamp_jax.distributed.replicas import AxisName
 from polyamp_jax.step import accumulation
-from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
 from polyamp_jax.step.output_figures import OutputWatch, WatchedLoss, with_output_figures
-from polyamp_jax.step.replicas import AxisName
 from polyamp_jax.step.state import JaxState, is_donated
 from polyamp_jax.step.update import update_states
 

@@ -19,7 +19,7 @@ FRAMEWORKS = {
 }
 ENGINES = {"tensorflow": {"tensorflow"}, "torch": {"torch"}, "jax": {"jax"}}
 """Framework of an engine of `polyamp_keras`, whose modules begin with its name; they alone import it."""
-BASES = {"polyamp_tensorflow": {"polyamp_keras"}}
+BASES = {name: {"polyamp_keras"} for name in ("polyamp_tensorflow", "polyamp_torch", "polyamp_jax")}
 """Backend -> the packages that it builds on."""
 KERAS_FILES = {
     "backends/polyamp_jax/keras_harness.py",
