@@ -248,7 +248,7 @@ def create_state(
     """
     named = named_leaves(parts.params)
     step_checks.check_parameters([(path, dtype_name(leaf)) for path, leaf in named.items()], recipe)
-    plan = recipe.policy.plan(module_paths(parts), backend="jax")
+    plan = parts.adapter.resolve_policy(recipe.policy, parts.params, parts.running)
     groups = resolve_group_members(
         recipe, named, lambda: parameter_leaves(parts), backend="jax", modules=lambda: module_paths(parts)
     )

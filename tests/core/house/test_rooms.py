@@ -107,6 +107,7 @@ KERAS_FLOORS = (
     ("precision",),
     ("own_loop",),
     ("porting",),
+    ("harness",),
     ("",),
 )
 BACKEND_FLOORS = (
@@ -118,7 +119,7 @@ BACKEND_FLOORS = (
     ("porting",),
     ("observe",),
     ("integrations",),
-    ("harness",),  # the models of the conformance suite; `Backend.harness` makes it
+    ("harness", "keras_harness"),  # the models of the conformance suite; `Backend.harness` makes it
     ("backend",),
     ("", "lightning", "accelerate"),  # the package itself, and the public names of rooms further down
 )
