@@ -7,7 +7,8 @@ qwix's "mxfp8" has polyamp's scales of blocks: powers of two, rounded up. Its gr
 polyamp's are too. qwix's scales of rows are no powers of two, so the two recipes coincide where the largest magnitude
 of every row is the format's largest number times a power of two: matrices of that kind are compared, and the distance
 is printed for any others. qwix rounds a scale up by its logarithm in float32, which is not exact where the largest
-magnitude is 1.75 times a power of two: now and then it takes the next scale, and all numbers of that block differ. Both sides start from bfloat16 numbers. qwix: https://github.com/google/qwix, release 0.1.8.
+magnitude is 1.75 times a power of two: now and then it takes the next scale, and the numbers of that block differ.
+Both sides start from bfloat16 numbers. qwix: https://github.com/google/qwix, release 0.1.8.
 """
 
 from __future__ import annotations
