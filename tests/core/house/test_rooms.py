@@ -103,6 +103,7 @@ KERAS_FLOORS = (
     ("precision",),
     ("own_loop",),
     ("porting",),
+    ("observe",),
     ("",),
 )
 BACKEND_FLOORS = (
