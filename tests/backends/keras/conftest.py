@@ -18,6 +18,7 @@ collect_ignore = [  # what is about one Keras backend alone
         ("test_torch_port.py", "torch"),
         ("test_jax_loop.py", "jax"),
         ("test_jax_port.py", "jax"),
+        ("test_jax_step.py", "jax"),
     )
     if keras.config.backend() != backend
 ]

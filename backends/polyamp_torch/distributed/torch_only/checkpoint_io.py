@@ -9,7 +9,6 @@ leaves memory unchanged where no chunk exists.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,51 +26,7 @@ from polyamp.contract.sharded_state import ArrayForm
 from polyamp.errors import CheckpointError, UnsupportedError
 from polyamp.train.checkpoint_processes import check_array_forms
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.distributed.failure_guard import is_collective_error
-
-
-class TorchProcesses:
-    """The processes of a process group, for `polyamp.save` and `polyamp.restore`.
-
-    Args:
-        replicas: the state's replicas.
-    """
-
-    def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas
-        self._group = replicas.group
-        self.rank = dist.get_rank(self._group)
-        self.count = dist.get_world_size(self._group)
-
-    def gather(self, message: bytes) -> list[bytes]:
-        """Return every rank's bytes, by rank.
-
-        If a rank ended or timed out, torch's error is raised; `collective_call` makes a ReplicaError of it."""
-        every: list[Any] = [None] * self.count
-        dist.all_gather_object(every, message, group=self._group)
-        return every
-
-    def collective_call(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """See `polyamp.contract.sharded_state.HasCollectiveCalls`."""
-        guard = self._replicas.guard
-        block: contextlib.AbstractContextManager[None]
-        block = contextlib.nullcontext() if guard is None else guard.collective_call(what)
-        return block
-
-
-class TorchReplicaProcesses(TorchProcesses):
-    """The processes of `DistributedDataParallel`, which all store the same values."""
-
-    def write_by_one(self, path: str, write_file: Callable[[], None], file_version: Callable[[], Any]) -> None:
-        """See `polyamp.contract.sharded_state.HasReplicas`."""
-        guard = self._replicas.guard
-        if guard is None:
-            write_file()
-            return
-        board = guard.board
-        guard.writer.write(
-            path, f"{self._replicas.number} {board.steps_begun} {board.calls_begun}", write_file, file_version
-        )
+from polyamp_torch.distributed.torch_only.failure_guard import is_collective_error
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any) -> None:

@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp_torch.compat import gathered_fsdp2_parameters, local_tensor_of, tensor_version
-from polyamp_torch.distributed.compat import broadcast_coalesced, drop_unsharded_gradients, unsharded_parameters
-from polyamp_torch.distributed.engine import ModuleSlots, ParallelEngine
+from polyamp_torch.distributed.torch_only.compat import (
+    broadcast_coalesced,
+    drop_unsharded_gradients,
+    unsharded_parameters,
+)
+from polyamp_torch.distributed.torch_only.engine import ModuleSlots, ParallelEngine
 
 _STATISTICS_BUFFER = "running_mean"
 

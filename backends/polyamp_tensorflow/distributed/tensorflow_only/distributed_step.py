@@ -1,7 +1,7 @@
 """Training step on the replicas of a `tf.distribute` strategy: division of the batch, and collection of the results.
 
-All replicas train a state that was created in the strategy's scope; the step is called outside the replicas. `replicas`
-has the reductions and decisions inside them.
+All replicas train a state that was created in the strategy's scope; the step is called outside the replicas.
+`all_reduce` has the reductions inside them, `replicas` the decisions.
 """
 
 from __future__ import annotations
@@ -12,33 +12,12 @@ from typing import Any, Final, NamedTuple
 import keras
 import tensorflow as tf
 
-from polyamp.errors import BatchError, ModelError, UnsupportedError
+from polyamp.errors import BatchError, UnsupportedError
 from polyamp.rules.accumulation import is_concatenated
-from polyamp.rules.loss_weights import TermTotals
 from polyamp_keras.arrays import leaves_with_paths
 from polyamp_tensorflow.compat import is_merge_call_unavailable
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
 from polyamp_tensorflow.precision.policy_module import TRAINING_MODE
-from polyamp_tensorflow.step.replicas import sum_over_replicas
-
-
-def has_several_replicas(strategy: Any) -> bool:
-    """Return whether the strategy has more than one replica, in this process or in others."""
-    return bool(strategy.num_replicas_in_sync > 1)
-
-
-def check_replica_variables(strategy: Any, variables: Sequence[Any]) -> None:
-    """Raise for variables without copies on a strategy's replicas.
-
-    Raises:
-        ModelError: a variable was created outside the strategy's scope.
-    """
-    if has_several_replicas(strategy):
-        for variable in variables:
-            if not strategy.extended.variable_created_in_scope(variable):
-                raise ModelError(
-                    f"the variable {variable.name!r} was created outside of strategy.scope(), so the replicas have no "
-                    "copies of it. Create the model and call polyamp.init inside `with strategy.scope():`."
-                )
 
 
 def run_on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[Any], *, split: bool) -> Any:
@@ -76,24 +55,6 @@ def run_on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[A
 
     found = strategy.run(run_body, args=tuple(tensors))
     return keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], found)
-
-
-def all_reduce_sums_and_means(sums: Any, means: Any) -> tuple[Any, Any]:
-    """Return sums of some tensors over all replicas and means of others, in one reduction per dtype. Call it in a
-    replica."""
-    count = tf.distribute.get_replica_context().num_replicas_in_sync
-    structure, members = [sums, means], keras.tree.flatten([sums, means])
-    if count == 1 or not members:
-        return sums, means
-    sums, means = keras.tree.pack_sequence_as(structure, sum_over_replicas(members))
-    return sums, keras.tree.map_structure(lambda member: member / tf.cast(count, member.dtype), means)
-
-
-def all_reduce_totals(counts: Sequence[Any], parts: int) -> TermTotals:
-    """Return the divisors of a sum of means, from this replica's counts over `parts` micro-batches. Call it in a
-    replica. With several replicas this is a separate reduction, on which the gradients depend."""
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    return TermTotals(counts if replicas == 1 else sum_over_replicas(counts), parts * replicas)
 
 
 def stack_over_replicas(tree: Any) -> Any:

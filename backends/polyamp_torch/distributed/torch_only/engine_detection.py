@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import fsdp_meshes, group_of_meshes
-from polyamp_torch.distributed.ddp_engine import DDPEngine
-from polyamp_torch.distributed.engine import ParallelEngine
-from polyamp_torch.distributed.fully_shard_engine import FullyShardEngine
+from polyamp_torch.distributed.torch_only.ddp_engine import DDPEngine
+from polyamp_torch.distributed.torch_only.engine import ParallelEngine
+from polyamp_torch.distributed.torch_only.fully_shard_engine import FullyShardEngine
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 
 _MESH_HINT = (

@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -19,16 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from polyamp.errors import PolyampError, ReplicaError
 from polyamp.rules import rank_comparison as of_ranks
 from polyamp.rules.loss_weights import TermTotals
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
-from polyamp_torch.distributed.engine import ParallelEngine
+from polyamp_torch.distributed.all_reduce import AsyncStepScalars, all_reduce_max, all_reduce_sum
+from polyamp_torch.distributed.torch_only.engine import ParallelEngine
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
-from polyamp_torch.step.grad_stats import can_read_without_sync, global_norm_and_finite
 
 ScalarOrTensor = float | torch.Tensor
-
-if TYPE_CHECKING:
-    from polyamp_torch.distributed.all_reduce import AsyncStepScalars, StepScalars
 
 
 class MicroBatchPass(NamedTuple):
@@ -45,22 +43,6 @@ class MicroBatchPass(NamedTuple):
     last: bool = True
 
 
-class LocalStepScalars(NamedTuple):
-    """This process's scalars for the single all-reduce of a step.
-
-    Attributes:
-        loss: the weighted sum of its losses, or None.
-        total: the sum of the weights.
-        divided: the divisor already applied to the gradients.
-        announced: whether this process announces parameter writes.
-    """
-
-    loss: torch.Tensor | None = None
-    total: ScalarOrTensor = 1.0
-    divided: float = 1.0
-    announced: bool = False
-
-
 class TorchReplicas:
     """The processes that train one model together.
 
@@ -75,6 +57,7 @@ class TorchReplicas:
         modules: the modules that the engine wraps or shards, outermost first.
         guard: the context manager around a distributed step (S32); None on one device.
         number: the number of the state in its group, from 1; 0 for a state that is not from `init`.
+        parts: parameter, by id -> part of its local elements that this process counts; empty on one device.
     """
 
     def __init__(self, engine: ParallelEngine, named: Mapping[str, torch.Tensor]) -> None:
@@ -88,12 +71,12 @@ class TorchReplicas:
         self.guard: Any = _group_guard(self.group) if self.several else None
         self.number = 0
         self.sharded = any(local_tensor_of(p) is not p for p in named.values())
-        self._parts: dict[int, float] = {}
+        self.parts: dict[int, float] = {}
         self._unit: float | None = None
         if engine.name is not None:
-            from polyamp_torch.distributed.sharded_tensors import replication_factor
+            from polyamp_torch.distributed.torch_only.sharded_tensors import replication_factor
 
-            self._parts = {id(p): 1.0 / replication_factor(p, engine.group) for p in named.values()}
+            self.parts = {id(p): 1.0 / replication_factor(p, engine.group) for p in named.values()}
 
     def unit(self, most: Callable[[], ScalarOrTensor]) -> ScalarOrTensor:
         """Return the unit of the weights, which keeps the scaled loss about as large as without weights.
@@ -105,8 +88,6 @@ class TorchReplicas:
             found = most()
             return found or 1.0 if isinstance(found, float) else torch.where(found > 0.0, found, torch.ones_like(found))
         if self._unit is None:
-            from polyamp_torch.distributed.all_reduce import all_reduce_max
-
             device = next((p.device for part in self.modules for _, p in tree_parameters(part)), torch.device("cpu"))
             found = all_reduce_max(float(most()), self.group, device)
             if found == 0.0:
@@ -118,8 +99,6 @@ class TorchReplicas:
         """Return the totals of all replicas, by a reduction that gradients wait for."""
         if self.count == 1:
             return totals
-        from polyamp_torch.distributed.all_reduce import all_reduce_sum
-
         own = [*totals.counts, float(totals.parts)]
         *counts, parts = all_reduce_sum(own, self.group, device) * (self.count / self.group.size())
         return TermTotals(counts, round(parts.item()) if can_read_without_sync(device) else parts)
@@ -128,8 +107,6 @@ class TorchReplicas:
         """Return the mean of the replicas' weights."""
         if self.count == 1:
             return total
-        from polyamp_torch.distributed.all_reduce import all_reduce_sum
-
         found: torch.Tensor = all_reduce_sum([total], self.group, device)[0] / self.group.size()
         return found.item() if can_read_without_sync(device) else found
 
@@ -141,105 +118,28 @@ class TorchReplicas:
         It also announces parameter writes."""
         if not self.several or not self.engine.has_equal_gradients:
             return None
-        from polyamp_torch.distributed.all_reduce import AsyncStepScalars
+        return AsyncStepScalars(loss, total, self.group, self.mark(0), announced=announced)
 
-        return AsyncStepScalars(loss, total, self.group, self._mark(0), announced=announced)
-
-    def _mark(self, gradients: int) -> int:
+    def mark(self, gradients: int) -> int:
+        """Return the program mark of a step with this number of gradients (S32); 0 on one device."""
         return 0 if self.guard is None else int(self.guard.mark(self.number, gradients))
 
-    def _check_marks(self, marks: torch.Tensor, mark: int, gradients: int) -> None:
+    def check_marks(self, marks: torch.Tensor, mark: int, gradients: int) -> None:
+        """Raise `PartedError` if the sum of the processes' marks shows that theirs differ."""
         if can_read_without_sync(marks.device) and marks.item() != mark * self.group.size():
             self.guard.refuse(self.number, gradients)
-
-    def reduce_step_scalars(
-        self,
-        parameters: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        scale: torch.Tensor | None,
-        own: LocalStepScalars,
-        started: AsyncStepScalars | None = None,
-        **how: Any,
-    ) -> StepScalars:
-        """Return norm, flag and mean loss over all processes, from one small all-reduce.
-
-        Args:
-            parameters: the parameters that have gradients.
-            grads: the local parts of these gradients, in the same order.
-            scale: the scale of the gradients, without the loss weights, or None.
-            own: this process's scalars.
-            started: the result of `start_reduction`. If given, gradients are the same in all processes, and each
-                computes norm and flag locally.
-            **how: options of `global_norm_and_finite`.
-
-        Raises:
-            PartedError: the processes are in different steps, or have gradients of different parameters. Detected only
-                if reading a scalar needs no synchronisation.
-        """
-        from polyamp_torch.distributed.all_reduce import StepScalars, all_reduce_step_scalars
-
-        if started is not None:
-            loss, total, marks, announcements = started.wait()
-            scale = _replica_scale(scale, total, own.divided)
-            norm, finite = global_norm_and_finite(grads, scale, **how)
-            self._check_marks(marks, started.mark, len(grads))
-            return StepScalars(norm, finite, loss, total, marks, announcements, scale)
-        squares, finite = self._local_squares(parameters, grads, scale, **how)
-        mark = self._mark(len(grads))
-        found = all_reduce_step_scalars(squares, finite, own.loss, own.total, self.group, mark, announced=own.announced)
-        self._check_marks(found.marks, mark, len(grads))
-        by = _replica_scale(None, found.total, own.divided)
-        if by is None:
-            return found._replace(scale=scale)
-        norm = found.norm / by
-        finite = found.finite & torch.isfinite(norm.float())  # else a quotient beyond float32 would be written
-        return found._replace(norm=norm, finite=finite, scale=_replica_scale(scale, found.total, own.divided))
-
-    def norms(self, members: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]], **how: Any) -> list[torch.Tensor]:
-        """Return the norms of several sets of gradients over all processes, float64 scalars, by one all-reduce.
-
-        Args:
-            members: for each set its parameters, and the local parts of their gradients.
-            **how: options of `global_norm_and_finite`.
-        """
-        if not self.several or self.engine.has_equal_gradients:
-            return [global_norm_and_finite(grads, **how).norm for _, grads in members]
-        from polyamp_torch.distributed.all_reduce import all_reduce_sum
-
-        squares = [self._local_squares(parameters, grads, None, **how)[0] for parameters, grads in members]
-        return list(all_reduce_sum(squares, self.group, squares[0].device).sqrt())
 
     def parts_by_name(self, named: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return what part of a parameter's local elements this process counts (1/n if n processes have them); empty if
         every process has all gradients."""
         if not self.several or self.engine.has_equal_gradients:
             return {}
-        return {name: self._parts[id(p)] for name, p in named.items()}
+        return {name: self.parts[id(p)] for name, p in named.items()}
 
     def all_reduce_vector(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the sum of a float64 vector over the processes."""
         torch.distributed.all_reduce(vector, group=self.group)
         return vector
-
-    def _local_squares(
-        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], scale: torch.Tensor | None, **how: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this process's part of the squared norm (float64 scalar), and its finite flag."""
-        device = grads[0].device
-        classes: dict[float, list[torch.Tensor]] = {}
-        for p, grad in zip(parameters, grads, strict=True):
-            if grad.numel():
-                classes.setdefault(self._parts[id(p)], []).append(grad)
-        shares, flags = [], []
-        for part, members in classes.items():
-            norm, flag = global_norm_and_finite(members, scale, **how)
-            shares.append(norm.to(device, torch.float64).square() * part)
-            flags.append(flag.to(device))
-        if not shares:  # all local shards are empty
-            shares = [torch.zeros((), dtype=torch.float64, device=device)]
-            flags = [torch.ones((), dtype=torch.bool, device=device)]
-        squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        return squares, flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
     def passes(self, parts: list[Any], count: int, *, narrow: bool) -> list[MicroBatchPass]:
         """Return the passes of a step (S8); gradients are reduced over the replicas after the last one.
@@ -268,19 +168,9 @@ class TorchReplicas:
         """Raise, after the last pass, if gradients were not reduced; redistribute them like their parameters."""
         self.engine.check_reduced(named)
         if self.sharded:
-            from polyamp_torch.distributed.sharded_tensors import redistribute_gradients
+            from polyamp_torch.distributed.torch_only.sharded_tensors import redistribute_gradients
 
             redistribute_gradients(named)
-
-
-def _replica_scale(scale: torch.Tensor | None, total: torch.Tensor, divided: float) -> torch.Tensor | None:
-    """Return the divisor of the gradients: the scale times the replicas' mean weight, or the scale if that is 0.
-
-    `divided` divides the weight. Where reading it needs no synchronisation, a weight of 1 is omitted."""
-    by = torch.where(total > 0.0, total, torch.ones_like(total)) / divided
-    if can_read_without_sync(by.device) and by.item() == 1.0:
-        return scale
-    return by if scale is None else scale.to(by.device, torch.float64) * by
 
 
 SINGLE_DEVICE: Final = TorchReplicas(ParallelEngine(), {})
@@ -298,7 +188,7 @@ def find_replicas(model: nn.Module) -> TorchReplicas:
     is_wrapped = any(isinstance(part, (DistributedDataParallel, *of_fsdp)) for part in model.modules())
     if not is_wrapped and not (spread and any(isinstance(p, spread) for _, p in tree_parameters(model))):
         return SINGLE_DEVICE
-    from polyamp_torch.distributed import engine_detection  # imports torch's sharded tensors
+    from polyamp_torch.distributed.torch_only import engine_detection  # imports torch's sharded tensors
 
     for part in engine_detection.fsdp_modules(model):
         part.reshard()
@@ -318,7 +208,7 @@ def compare_and_check_ranks(state: Any) -> None:
         check_replicas(state)
         return
     from polyamp.train.rank_fingerprint import state_fingerprint
-    from polyamp_torch.distributed.fingerprint import rank_fingerprint
+    from polyamp_torch.distributed.torch_only.fingerprint import rank_fingerprint
 
     sections, part = rank_fingerprint(state.model, replicas.engine.name, replicas.modules)
     replicas.guard.inits += 1
@@ -365,6 +255,6 @@ def report_failed_init(model: Any, error: BaseException) -> None:
 
 
 def _group_guard(group: Any) -> Any:
-    from polyamp_torch.distributed.failure_guard import failure_guard_of_group
+    from polyamp_torch.distributed.torch_only.failure_guard import failure_guard_of_group
 
     return failure_guard_of_group(group)

@@ -1,6 +1,6 @@
-"""Functions over `tf.distribute` for loss scaling: one reduction of the gradients, one decision for all replicas.
+"""Replicas of a `tf.distribute` strategy: checks, and one decision for all of them.
 
-    sum_over_replicas(gradients)         in each replica: sum over the replicas (S9: before unscaling)
+    all_reduce_sum(gradients)            in each replica: sum over the replicas (S9: before unscaling)
     merge_replica_calls(body, values)    `body` once for the replicas of this process; writes may be under a condition
 
 A `tf.cond` in a replica context cannot contain the update of a Keras optimizer, which merges the replicas and, in
@@ -11,18 +11,15 @@ so none can wait for another that decided differently.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
-from polyamp.errors import LossScaleError, UnsupportedError
+from polyamp.errors import LossScaleError, ModelError, UnsupportedError
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.compat import ALL_REDUCE_GRADIENTS
 from polyamp_keras.own_loop.optimizer_checks import optimizer_members
 from polyamp_tensorflow.compat import is_merge_call_unavailable
-from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import replace_methods
 
 ReplicaRun = Callable[..., Any]
 """`run(function, *args)`: runs the function in every replica of this process, each with its part of the arguments."""
@@ -32,6 +29,23 @@ _SUPPORTED_STRATEGIES: Final = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
 )
+
+
+def find_replicas() -> Any:
+    """Return the strategy of the current scope, whose replicas train a state; TensorFlow's default one for one replica.
+
+    Raises:
+        UnsupportedError: replicas that update independently, or devices with their own programming model.
+    """
+    strategy = tf.distribute.get_strategy()
+    if has_several_replicas(strategy):
+        check_strategy(strategy)
+    return strategy
+
+
+def has_several_replicas(strategy: Any) -> bool:
+    """Return whether the strategy has more than one replica, in this process or in others."""
+    return bool(strategy.num_replicas_in_sync > 1)
 
 
 def check_strategy(strategy: Any) -> None:
@@ -64,6 +78,21 @@ def check_context() -> None:
         check_strategy(tf.distribute.get_strategy())
 
 
+def check_replica_variables(strategy: Any, variables: Sequence[Any]) -> None:
+    """Raise for variables without copies on a strategy's replicas.
+
+    Raises:
+        ModelError: a variable was created outside the strategy's scope.
+    """
+    if has_several_replicas(strategy):
+        for variable in variables:
+            if not strategy.extended.variable_created_in_scope(variable):
+                raise ModelError(
+                    f"the variable {variable.name!r} was created outside of strategy.scope(), so the replicas have no "
+                    "copies of it. Create the model and call polyamp.init inside `with strategy.scope():`."
+                )
+
+
 def check_replicated(optimizer: Any) -> None:
     """Raise for an optimizer that does not work on the replicas of the current strategy.
 
@@ -88,22 +117,6 @@ def check_replicated(optimizer: Any) -> None:
         )
 
 
-def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
-    """Return the sum of each gradient over all replicas. The loss of each was divided by their number before.
-
-    There is one reduction per dtype, since TensorFlow packs only tensors of one dtype and fails on mixed ones.
-    """
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        return list(gradients)
-    sums: dict[int, Any] = {}
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        parts = [gradients[index] for index in indices]
-        sums.update(zip(indices, context.all_reduce(tf.distribute.ReduceOp.SUM, parts), strict=True))
-    return [sums[index] for index in range(len(gradients))]
-
-
 def merge_replica_calls(body: Callable[[ReplicaRun, Any], None], values: Any) -> None:
     """Call `body(run, values)` once for all replicas of this process, with a tree of values: tuples, lists, dicts.
 
@@ -123,14 +136,3 @@ def merge_replica_calls(body: Callable[[ReplicaRun, Any], None], values: Any) ->
 def read_shared(value: Any) -> Any:
     """Return a value that is equal on all replicas as one tensor, in the body of `merge_replica_calls`."""
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
-
-
-def skip_gradient_reduction(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that disables a Keras optimizer's reduction of gradients, which `sum_over_replicas` has
-    summed.
-
-    Raises:
-        UnsupportedError: this version of Keras lacks the method.
-    """
-    purpose, methods = "from adding up gradients over the replicas twice", {ALL_REDUCE_GRADIENTS: lambda pairs: pairs}
-    return replace_methods(optimizer, lambda _: methods, purpose=purpose, instead="train on one replica")

@@ -24,6 +24,7 @@ from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.rules.loss_weights import TermTotals
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, path_name
+from polyamp_jax.distributed.all_reduce import all_reduce_sum, average_over_axes, axis_size
 from polyamp_jax.models.running_state import RandomKeys, RunningState
 
 AxisName = str | tuple[str, ...] | None
@@ -90,18 +91,18 @@ class ShardMapReplicas:
         """
         if not self.local_axes:
             return loss, list(gradients), weight
-        count = math.prod(_axis_size(axis) for axis in self.local_axes) if weight is None else 1
+        count = math.prod(axis_size(axis) for axis in self.local_axes) if weight is None else 1
         structure: Any = jax.tree.structure(list(params))
         flat = structure.flatten_up_to(list(gradients))
         varied = [compat.varying_axes(leaf) for leaf in jax.tree.leaves(list(params))]
         over = frozenset(self.local_axes)
         shares = [_widen_leaf(loss) / count, weight, *(None if g is None else _widen_leaf(g) / count for g in flat)]
-        summed = _sum_over_axes(shares, [over, over, *(over - own for own in varied)])
+        summed = all_reduce_sum(shares, [over, over, *(over - own for own in varied)])
         return summed[0], list(jax.tree.unflatten(structure, summed[2:])), summed[1]
 
     def totals(self, totals: TermTotals) -> TermTotals:
         """Return the totals of all replicas from those of this replica."""
-        count = math.prod(_axis_size(axis) for axis in self.batch_axes)
+        count = math.prod(axis_size(axis) for axis in self.batch_axes)
         axes = tuple(self.batch_axes)
         own = [jnp.asarray(c, jnp.float32) for c in totals.counts]
         if self.has_check:
@@ -153,12 +154,12 @@ class ShardMapReplicas:
             if axes and not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 shares.append(_LAX.pmax(leaf.astype(jnp.int32), tuple(sorted(axes))).astype(leaf.dtype))
             else:
-                shares.append(leaf / math.prod(_axis_size(axis) for axis in axes) if axes else leaf)
+                shares.append(leaf / math.prod(axis_size(axis) for axis in axes) if axes else leaf)
         floats = [
             axes if jnp.issubdtype(leaf.dtype, jnp.inexact) else frozenset[Any]()
             for leaf, axes in zip(leaves, over, strict=True)
         ]
-        return jax.tree.unflatten(structure, _sum_over_axes(shares, floats))
+        return jax.tree.unflatten(structure, all_reduce_sum(shares, floats))
 
     def _diverged_axes(self, after: Any, before: Any) -> frozenset[Any]:
         """Return the axes over which an array has come to differ between replicas."""
@@ -250,11 +251,6 @@ def check_known_shards(scattered: Sequence[bool], differentiated: Any) -> None:
     )
 
 
-def average_over_axes(value: Any, axes: Collection[Any]) -> Any:
-    """Return the mean over `axes` of the enclosing `shard_map`, or the value itself if there are none."""
-    return _LAX.pmean(value, tuple(sorted(axes))) if axes else value
-
-
 def _varying_axis_names(tree: Any) -> set[Any]:
     return {axis for leaf in jax.tree.leaves(tree) for axis in compat.varying_axes(leaf)}
 
@@ -263,22 +259,5 @@ def _sort_axes(mapped: Sequence[Any], axes: Collection[Any]) -> tuple[Any, ...]:
     return tuple(axis for axis in mapped if axis in axes)
 
 
-def _axis_size(axis: Any) -> int:
-    size: int = _LAX.psum(1, axis)  # for a Python number this is the axis size, known while tracing
-    return size
-
-
 def _widen_leaf(leaf: Any) -> Any:
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _sum_over_axes(leaves: Sequence[Any], over: Sequence[frozenset[Any]]) -> list[Any]:
-    """Sum each leaf over its own axes, with one reduction for leaves of equal axes."""
-    found = list(leaves)
-    # in the order of the leaves: with a set's order, processes would build different programs
-    for axes in dict.fromkeys(each for leaf, each in zip(leaves, over, strict=True) if leaf is not None and each):
-        numbers = [n for n, each in enumerate(over) if each == axes and leaves[n] is not None]
-        sums = _LAX.psum([leaves[n] for n in numbers], tuple(sorted(axes)))
-        for number, total in zip(numbers, sums, strict=True):
-            found[number] = total
-    return found

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.errors import LossError, ModelError, UnsupportedError
-from polyamp_torch.distributed.compat import (
+from polyamp_torch.distributed.torch_only.compat import (
     broadcast_module_buffers,
     check_reduced,
     has_delayed_reduction,
@@ -25,7 +25,7 @@ from polyamp_torch.distributed.compat import (
     reset_reducer,
     set_buffer_broadcast,
 )
-from polyamp_torch.distributed.engine import ModuleSlots, ParallelEngine
+from polyamp_torch.distributed.torch_only.engine import ModuleSlots, ParallelEngine
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 
 
