@@ -13,7 +13,13 @@ import polyamp_keras
 
 collect_ignore = [  # what is about one Keras backend alone
     file
-    for file, backend in (("test_torch_waits.py", "torch"), ("test_jax_loop.py", "jax"), ("test_jax_step.py", "jax"))
+    for file, backend in (
+        ("test_torch_waits.py", "torch"),
+        ("test_torch_port.py", "torch"),
+        ("test_jax_loop.py", "jax"),
+        ("test_jax_port.py", "jax"),
+        ("test_jax_step.py", "jax"),
+    )
     if keras.config.backend() != backend
 ]
 IMPORTED_TENSORFLOW = "tensorflow" in sys.modules  # before a test: Keras's own `fit` imports it where it is installed

@@ -109,6 +109,7 @@ KERAS_FLOORS = (
     ("precision",),
     ("own_loop",),
     ("porting",),
+    ("observe",),
     ("harness",),
     ("",),
 )
