@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import advance, batch, flat_weights, layers, recipe, split_rows, to_float
+from polyamp.conformance.problems import (
+    advance,
+    batch,
+    flat_weights,
+    layers,
+    loss_fn,
+    modules_of,
+    recipe,
+    split_rows,
+    to_float,
+)
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import DenseWeights, Harness
 from polyamp.errors import UnsupportedError
+from polyamp.monitor.records import PRODUCT_OPERANDS, RoundingStats
 from polyamp.recipe.float8 import Float8
 from polyamp.reference.backend import BACKEND as REFERENCE
+from polyamp.reference.float8 import quantize
 from polyamp.reference.harness import ReferenceHarness
 
 SIZES = (16, 32, 16)
@@ -76,6 +89,25 @@ def test_s36_a_loss_scale_changes_nothing(harness: Harness, policy: polyamp.Poli
     np.testing.assert_array_equal(weights[1.0], weights[1024.0])
 
 
+def test_s36_micro_batches_are_products_of_their_own(
+    backend: Backend, harness: Harness, policy: polyamp.Policy
+) -> None:
+    """Their mean gradient is that of two batches, but for the rounding of float32."""
+    parts = split_rows(data(size=16), [8, 8])
+    gradients = []
+    for part in parts:
+        state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy))
+        _, found = polyamp.value_and_grad(loss_fn)(state, part)
+        gradients.append({name: np.array(backend.to_numpy(each)) for name, each in backend.named_gradients(found)})
+    state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=2))
+    before = {name: np.array(each) for name, each in backend.export_state(state).items()}
+    state, _ = advance(state, [parts])
+    after = backend.export_state(state)
+    for name, one in gradients[0].items():
+        moved = before[f"model/{name}"] - np.asarray(after[f"model/{name}"])
+        np.testing.assert_allclose(moved, (one + gradients[1][name]) / 2.0, rtol=0, atol=2.0**-22, err_msg=name)
+
+
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("place", ["x", "gain"])
 def test_s36_what_is_not_finite_skips_the_step(
@@ -134,3 +166,46 @@ def test_s36_a_micro_batch_of_small_numbers_is_not_flushed(
     assert np.abs(alone / small - 1.0).max() < 2.0**-3
     both = np.asarray(backend.to_numpy(run(harness.array(np.concatenate([small, data()["x"]])))))
     assert (both[: len(small)] == 0).all() or policy.float8 is None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_s36_a_monitor_measures_what_the_rounding_of_operands_loses(
+    harness: Harness, policy: polyamp.Policy, accumulate: int
+) -> None:
+    """As the reference does; and the first layer's activations and parameters by plain NumPy."""
+    if policy.float8 is None:
+        return
+    given, weights = data(), layers(SIZES)
+    given["x"][:, :4] *= 2.0**-20  # to zero in 8 bits, beside the others
+    weights[0].kernel[:, 2] *= 2.0**-21
+    found = []
+    for module in (harness, ReferenceHarness(REFERENCE)):
+        made = recipe(policy, accumulate_steps=accumulate)
+        monitor = polyamp.Monitor(every=2, gradients=False, updates=False, products=True)
+        state = polyamp.init(module.mlp(weights), made)
+        advance(state, [data(), given], monitor=monitor)
+        modules = monitor.records[0].modules
+        assert [each.module for each in modules] == modules_of(state)
+        found.append([each.products for each in modules])
+    assert len(found[0]) == len(found[1]) == 2
+    for here, there in zip(*found, strict=True):
+        assert here is not None
+        assert there is not None
+        for name in PRODUCT_OPERANDS:
+            one: RoundingStats = getattr(here, name)
+            other: RoundingStats = getattr(there, name)
+            assert one.elements == other.elements
+            assert one.underflow == pytest.approx(other.underflow, abs=2.0 / one.elements)
+            assert one.sqnr == pytest.approx(other.sqnr, abs=0.3)
+    first = found[0][0]
+    assert first is not None
+    assert first.inputs.underflow == 0.25
+    x = given["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    parts = np.split(x, accumulate)
+    lost = [part - dequantize(part, "float8_e4m3fn") for part in parts]
+    assert first.inputs.sqnr == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum(np.concatenate(lost) ** 2)), abs=1e-3)
+
+
+def dequantize(values: Any, form: str) -> Any:
+    codes = quantize(values, form)
+    return np.ldexp(codes.numbers.astype(np.float32), -codes.exponent)

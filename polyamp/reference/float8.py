@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import ml_dtypes
@@ -66,8 +67,27 @@ def accepts(kernel: Array) -> bool:
     return not any(size % SIZE_FACTOR for size in kernel.shape)
 
 
-def matmul(left: Any, kernel: Any, compute: str, settings: Float8) -> Tensor:
-    """Return x @ kernel, and differentiate it, with three products of 8-bit numbers."""
+def rounding_sums(values: Any, codes: QuantizedArray) -> Array:
+    """Return the figures of an operand's rounding for a monitor, a row of `MonitorSlots.products`, float64.
+
+    Example:
+        >>> values = np.array([448.0, 2.0**-12, 0.0, 1.0])
+        >>> rounding_sums(values, quantize(values, "float8_e4m3fn"))[:3].tolist()
+        [4.0, 1.0, 200705.00000005960]
+    """
+    exact = np.asarray(values, np.float64)
+    rounded = np.ldexp(codes.numbers.astype(np.float64), -codes.exponent)
+    lost = (exact != 0.0) & (rounded == 0.0)
+    return np.array([exact.size, lost.sum(), np.sum(exact**2), np.sum((exact - rounded) ** 2)])
+
+
+def matmul(
+    left: Any, kernel: Any, compute: str, settings: Float8, watch: Callable[[Array], None] | None = None
+) -> Tensor:
+    """Return x @ kernel, and differentiate it, with three products of 8-bit numbers.
+
+    In its backward pass `watch`, if given, receives the figures of the operands' rounding, shape (3, 4).
+    """
     x, w = cast(left, compute), cast(tensor(kernel), compute)
     dtype = DTYPES[compute]
     rows, columns = quantize(x.data, ACTIVATION_FORMAT), quantize(w.data, ACTIVATION_FORMAT)
@@ -76,7 +96,11 @@ def matmul(left: Any, kernel: Any, compute: str, settings: Float8) -> Tensor:
         return multiply_codes(quantize(g, settings.gradients), _transpose(columns), dtype)
 
     def back_to_kernel(g: Array) -> Array:
-        return multiply_codes(_transpose(rows), quantize(g, settings.gradients), dtype)
+        codes = quantize(g, settings.gradients)
+        if watch is not None:
+            pairs = ((x.data, rows), (w.data, columns), (g, codes))
+            watch(np.stack([rounding_sums(*pair) for pair in pairs]))
+        return multiply_codes(_transpose(rows), codes, dtype)
 
     return Tensor(multiply_codes(rows, columns, dtype), [(x, back_to_x), (w, back_to_kernel)])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import keras
@@ -19,6 +20,14 @@ from polyamp_keras.precision.layer_method_wrappers import copy_signature
 
 _SIGNIFICAND_LIMIT: Final = 0x600000
 """Fraction bits of 1.75, the significand of both formats' largest number."""
+
+
+FigureSink = Callable[[Any], None]
+"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`."""
+product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]] = ContextVar(
+    "polyamp_product_watch", default=None
+)
+"""Called with the matrices of each product that runs now; returns where its figures go, or None without figures."""
 
 
 class Codes(NamedTuple):
@@ -102,16 +111,32 @@ def multiply(x: Any, w: Any, gradients: str) -> Any:
     """
     dtype = keras.backend.standardize_dtype(x.dtype)
 
+    watch = product_watch.get()
+    sink = None if watch is None else watch(x, w)
+
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
         left, right = quantize(x, ACTIVATION_FORMAT), quantize(w, ACTIVATION_FORMAT)
-        return _multiply_codes(left, right, dtype), (*left, *right)
+        figures = [] if sink is None else [ops.stack([_rounding_sums(x, left), _rounding_sums(w, right)])]
+        return _multiply_codes(left, right, dtype), (*left, *right, *figures)
 
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
-        left, right, codes = Codes(*residuals[:2]), Codes(*residuals[2:]), quantize(g, gradients)
+        left, right, codes = Codes(*residuals[:2]), Codes(*residuals[2:4]), quantize(g, gradients)
+        if sink is not None:
+            sink(ops.concatenate([residuals[4], _rounding_sums(g, codes)[None]]))
         dx = _multiply_codes(codes, right, dtype, transpose_right=True)
         return dx, _multiply_codes(left, codes, dtype, transpose_left=True)
 
     return ENGINE.custom_vjp(forward, backward, x, w)
+
+
+def _rounding_sums(x: Any, codes: Codes) -> Any:
+    """Return the figures of an operand, float32, shape (4,): elements, those that became zero, and the sums of the
+    squares and of the squared errors."""
+    rounded, half = ops.cast(codes.numbers, "float32"), _power_of_two(-codes.exponent)
+    exact = ops.cast(x, "float32") * _power_of_two(codes.exponent)
+    lost = ops.sum(ops.cast(ops.logical_and(exact != 0.0, rounded == 0.0), "float32"))
+    squares = [ops.sum(ops.square(each)) * half * half for each in (exact, exact - rounded)]
+    return ops.stack([ops.cast(ops.size(x), "float32"), lost, *squares])
 
 
 def _multiply_codes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -26,8 +27,14 @@ from polyamp.recipe.float8 import (
 )
 from polyamp.recipe.resolved_policy import ModulePrecision
 from polyamp_jax import compat
+from polyamp_jax.arrays import materialize
 from polyamp_jax.precision.interpreter.program_value import ProgramValue
+from polyamp_jax.precision.interpreter.tag_primitive import tag
 
+PRODUCT_TAG: Final = "product"
+"""What the figures of a product's operands are tagged as, float32, shape (3, 4): see `MonitorSlots.products`."""
+measures_products: Final[ContextVar[bool]] = ContextVar("polyamp_measures_products", default=False)
+"""Whether the products of programs that are interpreted here tag their figures."""
 _DTYPES: Final = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
 
@@ -39,12 +46,14 @@ class Product(NamedTuple):
         free: for each operand, its axes that are not contracted.
         contracted: for each operand, its contracted axes, in the same order.
         float8: the settings.
+        path: where figures are measured, path of the module that owns the parameter; else None.
     """
 
     parameter: int
     free: tuple[tuple[int, ...], tuple[int, ...]]
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     float8: Float8
+    path: str | None = None
 
 
 class Codes(NamedTuple):
@@ -71,7 +80,8 @@ def find_product(
     sizes = [math.prod(shapes[index][axis] for axis in some) for some in (free[index], axes[index])]
     if any(size % SIZE_FACTOR for size in sizes) or not all(map(math.prod, shapes)):
         return None, "compute (size)"
-    return Product(index, (free[0], free[1]), (axes[0], axes[1]), place.float8), "float8"
+    path = operands[index].traits.owner if measures_products.get() else None
+    return Product(index, (free[0], free[1]), (axes[0], axes[1]), place.float8, path), "float8"
 
 
 def sizes(product: Product, arrays: Sequence[Any]) -> tuple[int, int, int]:
@@ -90,37 +100,49 @@ def multiply(product: Product, arrays: Sequence[Any]) -> Any:
         for array, free, axes in zip(arrays, product.free, product.contracted, strict=True)
     ]
     x, w = ordered[1 - index], ordered[index]
-    out = _product_function(len(product.contracted[0]), product.float8.gradients)(x, w)
+    out = _product_function(len(product.contracted[0]), product.float8.gradients, product.path)(x, w)
     if index == 1:
         return out
     rows = len(product.free[1])
     return jax.lax.transpose(out, (*range(rows, out.ndim), *range(rows)))
 
 
-@functools.lru_cache(maxsize=64)
-def _product_function(contracted: int, gradients: str) -> Callable[[Any, Any], Any]:
-    """Return the product of x (*rows, *contracted) and w (*outputs, *contracted) with its derivative."""
+@functools.lru_cache(maxsize=256)
+def _product_function(contracted: int, gradients: str, path: str | None) -> Callable[[Any, Any], Any]:
+    """Return the product of x (*rows, *contracted) and w (*outputs, *contracted) with its derivative.
+
+    With a path, the backward pass tags the figures of the operands' rounding with it: once, also where a checkpoint
+    runs the forward pass again.
+    """
 
     @jax.custom_vjp
     def product(x: Any, w: Any) -> Any:
         return forward(x, w)[0]
 
-    def forward(x: Any, w: Any) -> tuple[Any, tuple[Codes, Codes]]:
+    def forward(x: Any, w: Any) -> tuple[Any, tuple[Codes, Codes, Any]]:
         left, right = quantize(x, ACTIVATION_FORMAT), quantize(w, ACTIVATION_FORMAT)
         last = _last_axes(left.numbers, contracted), _last_axes(right.numbers, contracted)
-        return _multiply_codes(left, right, last, x.dtype), (left, right)
+        figures = None if path is None else jnp.stack([_rounding_sums(x, left), _rounding_sums(w, right)])
+        return _multiply_codes(left, right, last, x.dtype), (left, right, figures)
 
-    def backward(codes: tuple[Codes, Codes], cotangent: Any) -> tuple[Any, Any]:
-        left, right = codes
+    def backward(residuals: tuple[Codes, Codes, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        left, right, figures = residuals
         g = quantize(cotangent, gradients)
         rows, outputs = left.numbers.ndim - contracted, right.numbers.ndim - contracted
         dx = _multiply_codes(g, right, (_last_axes(g.numbers, outputs), tuple(range(outputs))), cotangent.dtype)
         dw = _multiply_codes(g, left, (tuple(range(rows)), tuple(range(rows))), cotangent.dtype)
-        return dx, dw
+        return dx, dw, None if path is None else jnp.concatenate([figures, _rounding_sums(cotangent, g)[None]])
 
     gradients_of = jax.custom_vjp(backward)
     gradients_of.defvjp(lambda codes, cotangent: (backward(codes, cotangent), None), _refuse_second_derivatives)
-    product.defvjp(forward, gradients_of)
+
+    def tagged(residuals: tuple[Codes, Codes, Any], cotangent: Any) -> tuple[Any, Any]:
+        dx, dw, figures = gradients_of(residuals, cotangent)
+        if path is not None:
+            dx, dw, _ = materialize((dx, dw, tag(figures, path, 0, PRODUCT_TAG)))  # a gradient keeps its figures
+        return dx, dw
+
+    product.defvjp(forward, tagged)
     return product
 
 
@@ -161,6 +183,16 @@ def _refuse_vmap(axis_size: int, in_batched: Any, bits: Any) -> Any:
         "Call the model with the whole batch; an equinox model with polyamp.init(..., axis_name='batch'), which maps "
         "it inside of the policy."
     )
+
+
+def _rounding_sums(x: Any, codes: Codes) -> Any:
+    """Return the figures of an operand, float32, shape (4,): elements, those that became zero, and the sums of the
+    squares and of the squared errors."""
+    rounded, half = codes.numbers.astype(jnp.float32), _power_of_two(-codes.exponent)
+    exact = x.astype(jnp.float32) * _power_of_two(codes.exponent)
+    lost = jnp.sum((exact != 0.0) & (rounded == 0.0)).astype(jnp.float32)
+    squares = [jnp.sum(jnp.square(each)) * half * half for each in (exact, exact - rounded)]
+    return jnp.stack([jnp.full_like(lost, x.size), lost, *squares])
 
 
 def _power_of_two(exponent: Any) -> Any:

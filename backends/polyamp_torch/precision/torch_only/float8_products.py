@@ -26,6 +26,7 @@ from polyamp.recipe.float8 import (
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, is_sharded
 from polyamp_torch.compat import TorchAutocast, assume_constant_result
 from polyamp_torch.precision.torch_only.compat import scaled_product
+from polyamp_torch.precision.torch_only.float8_watch import FigureSink, find_watch, rounding_sums
 from polyamp_torch.precision.torch_only.open_blocks import running_override
 
 FLOAT8_RULES: Final = {
@@ -48,12 +49,14 @@ class Product(NamedTuple):
         w: the parameter as a matrix, (outputs, inputs).
         bias: added afterwards, or None.
         swapped: whether the result is that of the parameter times the activation: it is transposed.
+        parameter: the parameter itself, which `w` may be a view of; None if no module owns it.
     """
 
     x: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     swapped: bool = False
+    parameter: nn.Parameter | None = None
 
 
 class Codes(NamedTuple):
@@ -172,15 +175,16 @@ def _checked(found: Product, parameter: torch.Tensor) -> Product | None:
             "float8: a product of tensors that are sharded over processes (DTensor) has no scale of the whole tensor "
             "in this version. Shard with polyamp_torch.fully_shard or DDP, or use Policy('mixed_bfloat16')."
         )
-    return found
+    return found._replace(parameter=parameter)
 
 
 def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
     """Return a product in the compute dtype, with autocast off."""
     gradients, emulate = FLOAT8_RULES[rule]
-    x, w, bias, swapped = product
+    x, w, bias, swapped, parameter = product
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    out = _Product.apply(rows, w, dtype, gradients, emulate)[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    watch = None if torch.compiler.is_compiling() else find_watch(parameter)
+    out = _Product.apply(rows, w, dtype, gradients, emulate, watch)[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
     if bias is not None:
         out = out + bias.to(dtype)
     shaped: torch.Tensor = out.reshape(*x.shape[:-1], w.shape[0])
@@ -194,24 +198,32 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, gradients: str, emulate: bool) -> Any:
-        left, right = quantize(x, ACTIVATION_FORMAT), quantize(w.to(dtype), ACTIVATION_FORMAT)
+    def forward(
+        x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, gradients: str, emulate: bool, watch: FigureSink | None
+    ) -> Any:
+        narrow = w.to(dtype)
+        left, right = quantize(x, ACTIVATION_FORMAT), quantize(narrow, ACTIVATION_FORMAT)
         out = _multiply_codes(left, Codes(right.numbers.t(), right.exponent), dtype, emulate=emulate)
-        return out, *left, *right
+        if watch is None:
+            return out, *left, *right
+        return out, *left, *right, torch.stack([rounding_sums(x, *left), rounding_sums(narrow, *right)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, w, dtype, gradients, emulate = inputs
+        _, w, dtype, gradients, emulate, watch = inputs
         ctx.save_for_backward(*output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.settings = dtype, gradients, emulate, w.dtype
+        ctx.watch = watch
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor, *_: Any) -> Any:
-        x, x_exponent, w, w_exponent = ctx.saved_tensors
+        x, x_exponent, w, w_exponent, *figures = ctx.saved_tensors
         dtype, gradients, emulate, master = ctx.settings
         with TorchAutocast(g.device.type, enabled=False):
             codes = quantize(g, gradients)
+            if ctx.watch is not None:
+                ctx.watch(torch.cat([*figures, rounding_sums(g, *codes)[None]]))
             dx = dw = None
             if ctx.needs_input_grad[0]:
                 dx = _multiply_codes(codes, Codes(w, w_exponent), dtype, emulate=emulate)
@@ -220,7 +232,7 @@ class _Product(torch.autograd.Function):
                 dw = _multiply_codes(flipped, Codes(x, x_exponent), dtype, emulate=emulate).to(master)
         if torch.is_grad_enabled():  # the backward pass makes a graph
             dx, dw = (None if each is None else _NoSecondDerivative.apply(each) for each in (dx, dw))  # type: ignore[no-untyped-call]  # torch does not annotate apply
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class _NoSecondDerivative(torch.autograd.Function):
