@@ -203,11 +203,11 @@ class JaxBackend:
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
         monitor = options.get("monitor")
-        outputs = None
-        if monitor is not None and monitor.activations:
-            from polyamp_jax.observe.jax_only.tagged_outputs import TaggedOutputs
+        watch = None
+        if monitor is not None and (monitor.activations or monitor.products):
+            from polyamp_jax.observe.jax_only.tagged_figures import TaggedFigures
 
-            outputs = TaggedOutputs(monitor)
+            watch = TaggedFigures(monitor)
         return steps.JaxTrainStep(
             loss_fn,
             compiled=compiled,
@@ -215,7 +215,7 @@ class JaxBackend:
             axis_name=axis_name,
             weight=options.get("weight"),
             monitor=monitor,
-            outputs=outputs,
+            watch=watch,
         )
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:

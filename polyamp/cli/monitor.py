@@ -31,7 +31,7 @@ def monitor(file: File, last: Last = 20, save: Save = None, json: Json = False) 
     from polyamp.errors import PolyampError
     from polyamp.monitor.monitor_page import monitor_page
     from polyamp.monitor.records import encode_line, read_monitor_file
-    from polyamp.monitor.text_table import module_table, output_table, record_table
+    from polyamp.monitor.text_table import module_table, output_table, product_table, record_table
     from polyamp.report_page.page_files import save_page
 
     console = make_console(stderr=json)
@@ -54,9 +54,9 @@ def monitor(file: File, last: Last = 20, save: Save = None, json: Json = False) 
         if shown is not None:
             console.print(f"Gradients in call {shown.call:,}, judged times the loss scale in {found.header.compute}")
             console.print(module_table(shown, most=last))
-            outputs = output_table(shown, most=last)
-            if outputs is not None:
-                console.print(outputs)
+            for table in (output_table(shown, most=last), product_table(shown, most=last)):
+                if table is not None:
+                    console.print(table)
         console.print(f"{found.records[-1].word}: {found.records[-1].reason}")
     if found.torn:
         console.print("The last line is not finished: the writer was killed, or writes just now.")

@@ -123,3 +123,8 @@ def relative_difference(a: Any, b: Any) -> float:
     """Return the largest elementwise distance, relative to the larger magnitude of the two curves at that point."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return float(np.max(np.abs(a - b) / np.maximum(np.maximum(np.abs(a), np.abs(b)), 1e-12)))
+
+
+def modules_of(state: Any) -> list[str]:
+    """Return the modules that have parameters, in order."""
+    return list(dict.fromkeys(name.rpartition("/")[0] for name in state.groups.numbers))

@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import advance, batch, flat_weights, layers, recipe, split_rows, to_float
+from polyamp.conformance.problems import (
+    advance,
+    batch,
+    flat_weights,
+    layers,
+    loss_fn,
+    modules_of,
+    recipe,
+    split_rows,
+    to_float,
+)
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import DenseWeights, Harness
 from polyamp.errors import UnsupportedError
+from polyamp.monitor.records import PRODUCT_OPERANDS, RoundingStats
 from polyamp.recipe.float8 import Float8
 from polyamp.reference.backend import BACKEND as REFERENCE
+from polyamp.reference.float8 import quantize
 from polyamp.reference.harness import ReferenceHarness
 
 SIZES = (16, 32, 16)
@@ -108,6 +121,25 @@ def test_s36_a_loss_scale_changes_nothing(harness: Harness, policy: polyamp.Poli
         state, _ = advance(polyamp.init(harness.mlp(layers(SIZES)), made), [data(seed=n) for n in range(3)])
         weights[scale] = flat_weights(harness, state)
     np.testing.assert_array_equal(weights[1.0], weights[1024.0])
+
+
+def test_s36_micro_batches_are_products_of_their_own(
+    backend: Backend, harness: Harness, policy: polyamp.Policy
+) -> None:
+    """Their mean gradient is that of two batches, but for the rounding of float32."""
+    parts = split_rows(data(size=16), [8, 8])
+    gradients = []
+    for part in parts:
+        state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy))
+        _, found = polyamp.value_and_grad(loss_fn)(state, part)
+        gradients.append({name: np.array(backend.to_numpy(each)) for name, each in backend.named_gradients(found)})
+    state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=2))
+    before = {name: np.array(each) for name, each in backend.export_state(state).items()}
+    state, _ = advance(state, [parts])
+    after = backend.export_state(state)
+    for name, one in gradients[0].items():
+        moved = before[f"model/{name}"] - np.asarray(after[f"model/{name}"])
+        np.testing.assert_allclose(moved, (one + gradients[1][name]) / 2.0, rtol=0, atol=2.0**-22, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +238,42 @@ def test_s36_the_largest_numbers_divided_by_their_scales_are_no_infinity(
     policy, x = policy_of(scaling), np.full((8, 64), np.float32(2.0**128 - 2.0**120))
     out = np.asarray(backend.to_numpy(policy.autocast(identity(harness, 2.0**-100))(harness.array(x))))
     assert policy.float8 is None or (out == 2.0**28).all()
+
+
+@pytest.mark.parametrize(("accumulate", "scaling"), [(1, "tensor"), (2, "tensor"), (1, "row"), (1, "block32")])
+def test_s36_a_monitor_measures_what_the_rounding_of_operands_loses(
+    harness: Harness, policy_of: PolicyOf, accumulate: int, scaling: str
+) -> None:
+    """As the reference does; and the first layer's activations and parameters by plain NumPy."""
+    policy = policy_of(scaling)
+    if policy.float8 is None:
+        return
+    given, weights = data(BLOCK_SIZES), layers(BLOCK_SIZES)
+    given["x"][:, :4] *= 2.0**-20  # to zero in 8 bits, beside the others
+    weights[0].kernel[:, 2] *= 2.0**-21
+    found = []
+    for module in (harness, ReferenceHarness(REFERENCE)):
+        made = recipe(policy, accumulate_steps=accumulate)
+        monitor = polyamp.Monitor(every=2, gradients=False, updates=False, products=True)
+        state = polyamp.init(module.mlp(weights), made)
+        advance(state, [data(BLOCK_SIZES), given], monitor=monitor)
+        modules = monitor.records[0].modules
+        assert [each.module for each in modules] == modules_of(state)
+        found.append([each.products for each in modules])
+    assert len(found[0]) == len(found[1]) == 2
+    for here, there in zip(*found, strict=True):
+        assert here is not None
+        assert there is not None
+        for name in PRODUCT_OPERANDS:
+            one: RoundingStats = getattr(here, name)
+            other: RoundingStats = getattr(there, name)
+            assert one.elements == other.elements
+            assert one.underflow == pytest.approx(other.underflow, abs=2.0 / one.elements)
+            assert one.sqnr == pytest.approx(other.sqnr, abs=0.3)
+    first = found[0][0]
+    assert first is not None
+    assert first.inputs.underflow == 4 / 64
+    x = given["x"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    parts = np.split(x, accumulate)
+    lost = [part - quantize(part, "float8_e4m3fn", scaling).to_float64() for part in parts]
+    assert first.inputs.sqnr == pytest.approx(10 * np.log10(np.sum(x**2) / np.sum(np.concatenate(lost) ** 2)), abs=1e-3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, changed_arrays, is_on_cpu, layers, loss_fn, recipe
+from polyamp.conformance.problems import batch, changed_arrays, is_on_cpu, layers, loss_fn, modules_of, recipe
 from polyamp.contract.backend import Backend, MonitorsSteps
 from polyamp.contract.harness import Harness
 from polyamp.errors import ArgumentError, UnsupportedError
@@ -34,11 +34,6 @@ def parameters(backend: Backend, state: Any) -> dict[str, Any]:
     """Return path -> parameter, on the host."""
     exported = backend.export_state(state)
     return {name.removeprefix("model/"): np.array(v) for name, v in exported.items() if name.startswith("model/")}
-
-
-def modules_of(state: Any) -> list[str]:
-    """Return the modules that have parameters, in order."""
-    return list(dict.fromkeys(name.rpartition("/")[0] for name in state.groups.numbers))
 
 
 def counts(array: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Statistics of a module on the host: of its parameters from counts of exponent fields, of its outputs from sums."""
+"""Statistics of a module on the host: of its parameters from counts of exponent fields, of its outputs and products in
+8 bits from sums."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.float_formats import FORMATS
-from polyamp.monitor.records import OutputStats, TensorStats
+from polyamp.monitor.records import OutputStats, ProductStats, RoundingStats, TensorStats
 from polyamp.monitor.slots import EXPONENT_FIELDS
 
 if TYPE_CHECKING:
@@ -82,6 +83,32 @@ def output_stats(sums: np.ndarray[Any, Any], largest: float) -> OutputStats | No
         rms=math.sqrt(squares / elements) if squares >= 0.0 else squares,  # NaN stays
         largest=largest,
     )
+
+
+def product_stats(sums: np.ndarray[Any, Any]) -> ProductStats | None:
+    """Return the statistics of a module's products in 8 bits from `MonitorSlots.products`; None if there is no element.
+
+    Example:
+        >>> import numpy as np
+        >>> found = product_stats(np.array([[4.0, 1.0, 100.0, 1.0], [4.0, 0.0, 1.0, 0.0], [4.0, 0.0, 0.0, 0.0]]))
+        >>> found.inputs
+        RoundingStats(elements=4, underflow=0.25, sqnr=20.0)
+        >>> found.weights.sqnr, found.gradients.sqnr
+        (inf, None)
+    """
+    inputs, weights, gradients = ([float(number) for number in row] for row in sums)
+    if not inputs[0]:
+        return None
+    return ProductStats(
+        inputs=_rounding_stats(*inputs), weights=_rounding_stats(*weights), gradients=_rounding_stats(*gradients)
+    )
+
+
+def _rounding_stats(elements: float, underflow: float, squares: float, errors: float) -> RoundingStats:
+    ratio = None
+    if squares > 0.0 and math.isfinite(squares) and math.isfinite(errors):
+        ratio = 10.0 * math.log10(squares / errors) if errors else math.inf
+    return RoundingStats(elements=round(elements), underflow=underflow / elements, sqnr=ratio)
 
 
 def exponent_counts(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -5,35 +5,19 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyamp.errors import ArgumentError, UnsupportedError, describe_value
-from polyamp.monitor.exponents import output_stats, tensor_stats
-from polyamp.monitor.records import FORMAT_VERSION, ModuleRecord, MonitorHeader, MonitorRecord
+from polyamp.monitor.module_records import MonitorSource, module_records
+from polyamp.monitor.records import FORMAT_VERSION, MonitorHeader, MonitorRecord
 from polyamp.monitor.scale_words import ScaleJudge, ScalePoint
 from polyamp.monitor.slots import MonitorSelection, MonitorSlots
 from polyamp.monitor.writers import MonitorWriter
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import StepResult
 from polyamp.trees import leaves, map_tree
-
-
-class MonitorSource(NamedTuple):
-    """What a training's records are of.
-
-    Attributes:
-        backend: its name.
-        recipe: its recipe.
-        parameters: paths of its trainable parameters, in the order of the slots.
-        to_numpy: copies an array to the host.
-    """
-
-    backend: str
-    recipe: Recipe
-    parameters: Sequence[str]
-    to_numpy: Callable[[Any], Any]
 
 
 class _PendingRead(NamedTuple):
@@ -62,6 +46,7 @@ class Monitor:
         modules: None for all modules that have parameters; a depth, to which paths are cut; or globs.
         activations: globs such as "encoder/**" of the modules whose outputs are measured, or True for all modules:
             what underflows or overflows in the compute dtype, the largest absolute value and the root mean square.
+        products: whether the rounding of the operands of products in 8 bits is measured (`Policy("mixed_float8")`).
         writers: where records go; see `polyamp.monitor.writers`.
 
     Raises:
@@ -91,6 +76,7 @@ class Monitor:
         updates: bool = True,
         modules: int | str | Sequence[str] | None = None,
         activations: bool | str | Sequence[str] = False,
+        products: bool = False,
         writers: Sequence[MonitorWriter] = (),
     ) -> None:
         self.every = every
@@ -99,7 +85,9 @@ class Monitor:
         chosen = (modules,) if isinstance(modules, str) else modules
         chosen = chosen if chosen is None or isinstance(chosen, int) else tuple(chosen)
         outputs = _activation_globs(activations)
-        self._selection = MonitorSelection(bool(gradients), bool(weights), bool(updates), chosen, 1, outputs)
+        self._selection = MonitorSelection(
+            bool(gradients), bool(weights), bool(updates), chosen, 1, outputs, products=bool(products)
+        )
         self._writers: list[MonitorWriter] = list(writers)
         for writer in self._writers:
             _check_writer(writer)
@@ -142,6 +130,18 @@ class Monitor:
         self.flush()
         return {**self.__dict__, "_first": None}
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise if a step of this recipe has nothing of what is selected.
+
+        Raises:
+            ArgumentError: products in 8 bits are selected, and the policy has none.
+        """
+        if self._selection.products and recipe.policy.float8 is None:
+            raise ArgumentError(
+                "Monitor(products=True) measures products in 8 bits, which the policy 'mixed_float8' has (S36). "
+                f"Received: a recipe with {recipe.policy}. Leave out products=, or use that policy."
+            )
+
     def selection(self, recipe: Recipe, *, traced: bool) -> MonitorSelection:
         """Return what a step of this recipe collects; `traced`: one inside of the user's own compiled function."""
         compute = recipe.policy.compute if self._selection.activations else ""
@@ -151,15 +151,16 @@ class Monitor:
         """Return what a step of another library's loop collects, which calls the model by itself.
 
         Raises:
-            UnsupportedError: outputs of modules are selected.
+            UnsupportedError: outputs of modules, or products in 8 bits, are selected.
         """
-        if self._selection.activations:
+        chosen = self._selection
+        if chosen.activations or chosen.products:
+            what = f"activations={list(chosen.activations)}" if chosen.activations else "products=True"
             raise UnsupportedError(
-                f"Monitor(activations={list(self._selection.activations)}) is read by polyamp.train_step(..., "
-                "monitor=monitor) alone, which knows where a forward pass begins and ends. Leave out activations= in "
-                "this loop."
+                f"Monitor({what}) is read by polyamp.train_step(..., monitor=monitor) alone, which knows where a pass "
+                f"begins and ends. Leave out {what.partition('=')[0]}= in this loop."
             )
-        return self._selection
+        return chosen
 
     def begin_call(self) -> bool:
         """Count a call of the step, and return whether it is read. Called by `train_step`."""
@@ -304,7 +305,7 @@ class Monitor:
             skips=skips,
             word=word,
             reason=reason,
-            modules=self._module_records(source, slots, scale),
+            modules=module_records(self._selection, source, slots, scale),
         )
         self._records.append(record)
         for writer in tuple(self._writers):
@@ -321,37 +322,6 @@ class Monitor:
         calls, steps = self._before
         self._before = (call, step)
         return call - calls - (step - steps)
-
-    def _module_records(self, source: MonitorSource, slots: MonitorSlots, scale: float) -> list[ModuleRecord]:
-        compute = source.recipe.policy.compute
-        arrays: Mapping[str, Any] = {
-            name: source.to_numpy(array)
-            for name, array in slots._asdict().items()
-            if array is not None and name not in ("read", "scale", "activations")
-        }
-        carried = float(arrays["carried"])
-        outputs = {
-            path: output_stats(source.to_numpy(figures.sums), float(source.to_numpy(figures.largest)))
-            for path, figures in (slots.activations or {}).items()
-        }
-        found = []
-        for number, module in enumerate(self._selection.modules_of(source.parameters)):
-            gradients = weights = ratio = None
-            if slots.gradients is not None:
-                norm = float(arrays["gradient_norms"][number]) / carried
-                gradients = tensor_stats(arrays["gradients"][number], norm, compute, scale / carried)
-            if slots.weights is not None:
-                weights = tensor_stats(arrays["weights"][number], float(arrays["weight_norms"][number]), compute)
-            if slots.update_norms is not None and arrays["weight_norms"][number] > 0.0:
-                ratio = float(arrays["update_norms"][number] / arrays["weight_norms"][number])
-            activations = outputs.pop(module, None)
-            made = ModuleRecord(
-                module=module, gradients=gradients, weights=weights, update_ratio=ratio, activations=activations
-            )
-            if made != ModuleRecord(module=module):
-                found.append(made)
-        found += [ModuleRecord(module=path, activations=each) for path, each in outputs.items() if each is not None]
-        return found
 
     def _begin_writers(self, source: MonitorSource) -> None:
         policy = source.recipe.policy

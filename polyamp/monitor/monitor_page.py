@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from polyamp.monitor.exponent_chart import exponent_chart
-from polyamp.monitor.records import ModuleRecord, MonitorHeader, MonitorRecord, OutputStats, TensorStats
+from polyamp.monitor.records import (
+    PRODUCT_OPERANDS,
+    ModuleRecord,
+    MonitorHeader,
+    MonitorRecord,
+    OutputStats,
+    ProductStats,
+    RoundingStats,
+    TensorStats,
+)
 from polyamp.report_page.page import (
     CurveChart,
     CurveLine,
@@ -94,7 +103,7 @@ def _modules(header: MonitorHeader, records: Sequence[MonitorRecord]) -> list[Pa
             "-" if each.update_ratio is None else f"{each.update_ratio:.2g}",
         ]
         for each in last.modules
-        if each != ModuleRecord(module=each.module, activations=each.activations)
+        if has_parameter_figures(each)
     ]
     heading = ["module", *_SHARES, "gradient norm", "update / weight"]
     caption = f"Gradients in call {last.call:,}, judged times the loss scale in {header.compute}"
@@ -104,6 +113,11 @@ def _modules(header: MonitorHeader, records: Sequence[MonitorRecord]) -> list[Pa
         caption = f"Outputs of modules in call {last.call:,}, judged in {header.compute}"
         shown = [[path, *output_cells(stats)] for path, stats in outputs]
         tables.append(PageTable(caption, ["module", *OUTPUT_COLUMNS], shown))
+    products = [(each.module or "(the model)", each.products) for each in last.modules if each.products]
+    if products:
+        caption = f"Operands of products in 8 bits in call {last.call:,}: what their rounding lost"
+        shown = [[path, *product_cells(stats)] for path, stats in products]
+        tables.append(PageTable(caption, ["module", *PRODUCT_COLUMNS], shown))
     return [*found, PageSection("Modules", [], [], tables)]
 
 
@@ -113,6 +127,21 @@ OUTPUT_COLUMNS: Final = ("zero", "underflow", "subnormal", "overflow", "RMS", "l
 def output_cells(stats: OutputStats) -> list[str]:
     """Return the cells of `OUTPUT_COLUMNS` for a module's outputs."""
     return [*(percent(getattr(stats, name)) for name in _SHARES), f"{stats.rms:.3g}", f"{stats.largest:.3g}"]
+
+
+PRODUCT_COLUMNS: Final = ("x zeroed", "w zeroed", "g zeroed", "x dB", "w dB", "g dB")
+
+
+def product_cells(stats: ProductStats) -> list[str]:
+    """Return the cells of `PRODUCT_COLUMNS` for a module's products in 8 bits."""
+    rounding: list[RoundingStats] = [getattr(stats, operand) for operand in PRODUCT_OPERANDS]
+    ratios = ["-" if each.sqnr is None else f"{each.sqnr:.1f}" for each in rounding]
+    return [*(percent(each.underflow) for each in rounding), *ratios]
+
+
+def has_parameter_figures(record: ModuleRecord) -> bool:
+    """Return whether a module's record has figures of its parameters."""
+    return record != ModuleRecord(module=record.module, activations=record.activations, products=record.products)
 
 
 _SHARES: Final = ("zero", "underflow", "subnormal", "overflow")

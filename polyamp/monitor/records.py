@@ -15,6 +15,8 @@ import msgspec
 from polyamp.errors import ArgumentError
 
 FORMAT_VERSION: Final = 1
+PRODUCT_OPERANDS: Final = ("inputs", "weights", "gradients")
+"""Fields of `ProductStats`: the operands of the three products of a layer in 8 bits."""
 ScaleWord = Literal["searching", "settled", "sinking"]
 
 
@@ -69,14 +71,44 @@ class OutputStats(msgspec.Struct, frozen=True, kw_only=True):
     largest: float
 
 
+class RoundingStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rounding of an operand to 8 bits lost, over all products of a module in a step.
+
+    Attributes:
+        elements: their number.
+        underflow: share that is not zero and that the rounding makes zero.
+        sqnr: ratio of the sum of squares to that of the squares of what the rounding changed, in dB; inf if it changed
+            nothing. None if all elements are zero, or one is not finite.
+    """
+
+    elements: int
+    underflow: float
+    sqnr: float | None
+
+
+class ProductStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of the products in 8 bits with one module's parameters (S36).
+
+    Attributes:
+        inputs: of the activations.
+        weights: of the parameters.
+        gradients: of the gradients that enter the backward products, multiplied by the loss scale.
+    """
+
+    inputs: RoundingStats
+    weights: RoundingStats
+    gradients: RoundingStats
+
+
 class ModuleRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of one module's own parameters, and of its outputs.
+    """Statistics of one module's own parameters, of its outputs, and of its products in 8 bits.
 
     Attributes:
         module: its path; "" for the model itself.
         gradients, weights: None if not collected; `gradients` also if none of its parameters has one.
         update_ratio: L2 norm of the update divided by that of the weights; None if not collected or the weights are 0.
         activations: of its outputs; None if not collected or it was not called.
+        products: of its products in 8 bits; None if not collected, or if no backward pass went through one.
     """
 
     module: str
@@ -84,6 +116,7 @@ class ModuleRecord(msgspec.Struct, frozen=True, kw_only=True):
     weights: TensorStats | None = None
     update_ratio: float | None = None
     activations: OutputStats | None = None
+    products: ProductStats | None = None
 
 
 class MonitorRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ class MonitorSelection(NamedTuple):
             a multiple of it. The host chooses the steps itself and has 1 here.
         activations: globs of the modules whose outputs are measured; empty for none.
         compute: the policy's compute dtype, in which outputs are judged; "" without activations.
+        products: whether the rounding of the operands of products in 8 bits is measured (S36).
     """
 
     gradients: bool
@@ -39,6 +40,7 @@ class MonitorSelection(NamedTuple):
     every: int
     activations: tuple[str, ...] = ()
     compute: str = ""
+    products: bool = False
 
     def measures_output_of(self, module: str) -> bool:
         """Return whether the outputs of the module with this path are measured.
@@ -136,6 +138,9 @@ class MonitorSlots(NamedTuple):
         weights, weight_norms: the same of the parameters before the update.
         update_norms: L2 norms of the differences that the update made.
         activations: path -> figures of the outputs of each selected module that was called; None if not selected.
+        products: path of a module -> figures of its products in 8 bits, float, shape (3, 4); None if not selected. A
+            row each for activations, parameters and gradients: the number of elements, that of elements which are not
+            zero and whose 8-bit number is, the sum of squares, and that of squares of what the rounding changed.
     """
 
     read: Any
@@ -147,6 +152,7 @@ class MonitorSlots(NamedTuple):
     weight_norms: Any = None
     update_norms: Any = None
     activations: dict[str, OutputFigures] | None = None
+    products: dict[str, Any] | None = None
 
 
 class SlotFunctions(Protocol):

@@ -6,8 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from polyamp.monitor.monitor_page import OUTPUT_COLUMNS, output_cells, percent
-from polyamp.monitor.records import ModuleRecord, MonitorRecord
+from polyamp.monitor.monitor_page import (
+    OUTPUT_COLUMNS,
+    PRODUCT_COLUMNS,
+    has_parameter_figures,
+    output_cells,
+    percent,
+    product_cells,
+)
+from polyamp.monitor.records import PRODUCT_OPERANDS, MonitorRecord, ProductStats
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +56,7 @@ def module_table(record: MonitorRecord, *, most: int = 20) -> Table:
     table.add_column("module", overflow="fold")
     for name in ("zero", "underflow", "subnormal", "overflow", "norm", "update / weight"):
         table.add_column(name, justify="right")
-    own = [number for number, each in enumerate(record.modules) if each != _outputs_alone(each)]
+    own = [number for number, each in enumerate(record.modules) if has_parameter_figures(each)]
     order = sorted(own, key=lambda number: _loss_key(record, number), reverse=True)[:most]
     for number in sorted(order):
         each = record.modules[number]
@@ -66,22 +73,41 @@ def module_table(record: MonitorRecord, *, most: int = 20) -> Table:
 
 def output_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
     """Return a table of the outputs of a record's modules: those with the largest values, in order, or None."""
+    named = [(each.module, each.activations) for each in record.modules if each.activations is not None]
+    order = sorted(range(len(named)), key=lambda number: (named[number][1].overflow, named[number][1].largest))[-most:]
+    rows = [(named[number][0], output_cells(named[number][1])) for number in sorted(order)]
+    return _table_by_module("outputs of module", OUTPUT_COLUMNS, rows)
+
+
+def product_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
+    """Return a table of the products in 8 bits of a record's modules: those that lose most, in order, or None."""
+    named = [(each.module, each.products) for each in record.modules if each.products is not None]
+    order = sorted(range(len(named)), key=lambda number: _smallest_ratio(named[number][1]))[:most]
+    rows = [(named[number][0], product_cells(named[number][1])) for number in sorted(order)]
+    return _table_by_module("products in 8 bits of module", PRODUCT_COLUMNS, rows)
+
+
+def _table_by_module(first: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table | None:
+    """Return a table of cells by module path; None without rows."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    named = [(each.module, each.activations) for each in record.modules if each.activations is not None]
-    if not named:
+    if not rows:
         return None
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("outputs of module", overflow="fold")
-    for name in OUTPUT_COLUMNS:
+    table.add_column(first, overflow="fold")
+    for name in columns:
         table.add_column(name, justify="right")
-    order = sorted(range(len(named)), key=lambda number: (named[number][1].overflow, named[number][1].largest))[-most:]
-    for number in sorted(order):
-        path, stats = named[number]
-        table.add_row(escape(path) or "(the model)", *output_cells(stats))
+    for path, cells in rows:
+        table.add_row(escape(path) or "(the model)", *cells)
     return table
+
+
+def _smallest_ratio(stats: ProductStats) -> float:
+    """Return the smallest signal-to-noise ratio of the operands, in dB; inf if none has one."""
+    ratios = [getattr(stats, operand).sqnr for operand in PRODUCT_OPERANDS]
+    return min((ratio for ratio in ratios if ratio is not None), default=math.inf)
 
 
 class LiveTableWriter:
@@ -113,11 +139,6 @@ class LiveTableWriter:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def _outputs_alone(record: ModuleRecord) -> ModuleRecord:
-    """Return a module's record without what is known of its parameters."""
-    return ModuleRecord(module=record.module, activations=record.activations)
 
 
 def _loss_key(record: MonitorRecord, number: int) -> float:

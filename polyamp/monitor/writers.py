@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from polyamp.errors import ArgumentError, describe_value
-from polyamp.monitor.records import MonitorHeader, MonitorRecord, encode_line
+from polyamp.monitor.records import PRODUCT_OPERANDS, MonitorHeader, MonitorRecord, RoundingStats, encode_line
 
 _COLUMNS = ("call", "step", "loss", "grad_norm", "scale", "next_scale", "skipped", "skips", "word")
 
@@ -191,6 +191,11 @@ def scalar_values(record: MonitorRecord) -> Iterator[tuple[str, float]]:
         if module.activations is not None:
             for figure in ("zero", "underflow", "subnormal", "overflow", "rms", "largest"):
                 yield f"activations/{name}/{figure}", getattr(module.activations, figure)
+        for operand in PRODUCT_OPERANDS if module.products is not None else ():
+            rounding: RoundingStats = getattr(module.products, operand)
+            yield f"products/{name}/{operand}/underflow", rounding.underflow
+            if rounding.sqnr is not None:
+                yield f"products/{name}/{operand}/sqnr", rounding.sqnr
 
 
 def _summary_writer(folder: str) -> Any:

@@ -24,7 +24,7 @@ from polyamp.reference.forward_backward import accumulate_gradients, prepare_bat
 from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, PolicyMLP
-from polyamp.reference.monitor_slots import ReferenceOutputs, update_slots
+from polyamp.reference.monitor_slots import ReferenceWatch, update_slots
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, step_checks
@@ -194,15 +194,15 @@ class ReferenceBackend:
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
                 parts, window = micro_batches(prepare_batch(batch, recipe), recipe.accumulate_steps)
-                outputs = ReferenceOutputs(state.model, monitor) if monitor and monitor.activations else None
-                with contextlib.nullcontext() if outputs is None else outputs.installed():
+                watch = None if monitor is None else ReferenceWatch(state.model, monitor)
+                with contextlib.nullcontext() if watch is None else watch.installed():
                     loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
                 (new,), (result,) = self.apply_gradients([state], [grads], "all")
-                if monitor is not None:
+                if monitor is not None and watch is not None:
                     around = (grads.values, state.model.parameters, new.model.parameters)
                     slots = update_slots(monitor, *around, state.scale_state.scale)
                     result = result._replace(
-                        monitor=slots._replace(activations=None if outputs is None else outputs.found)
+                        monitor=slots._replace(activations=watch.activations, products=watch.products)
                     )
             return new, result._replace(loss=loss, aux=aux)
 

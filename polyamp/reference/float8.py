@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import ml_dtypes
@@ -119,15 +120,40 @@ def gradients(x: Array, w: Array, g: Array, settings: Float8, dtype: Any) -> tup
     return by_x, multiply(x.T, g, settings, dtype, forms=(ACTIVATION_FORMAT, settings.gradients))
 
 
-def matmul(left: Any, kernel: Any, compute: str, settings: Float8) -> Tensor:
-    """Return x @ kernel, and differentiate it, with three products of 8-bit numbers."""
+def rounding_sums(values: Any, codes: QuantizedArray) -> Array:
+    """Return the figures of an operand's rounding for a monitor, a row of `MonitorSlots.products`, float64.
+
+    Example:
+        >>> values = np.array([448.0, 2.0**-12, 0.0, 1.0])
+        >>> rounding_sums(values, quantize(values, "float8_e4m3fn"))[:3].tolist()
+        [4.0, 1.0, 200705.00000005960]
+    """
+    exact = np.asarray(values, np.float64)
+    rounded = codes.to_float64()
+    lost = (exact != 0.0) & (rounded == 0.0)
+    return np.array([exact.size, lost.sum(), np.sum(exact**2), np.sum((exact - rounded) ** 2)])
+
+
+def matmul(
+    left: Any, kernel: Any, compute: str, settings: Float8, watch: Callable[[Array], None] | None = None
+) -> Tensor:
+    """Return x @ kernel, and differentiate it, with three products of 8-bit numbers.
+
+    In its backward pass `watch`, if given, receives the figures of the operands' rounding, shape (3, 4).
+    """
     x, w = cast(left, compute), cast(tensor(kernel), compute)
     dtype = DTYPES[compute]
-    forward = multiply(x.data, w.data, settings, dtype)
-    return Tensor(
-        forward,
-        [
-            (x, lambda g: gradients(x.data, w.data, g, settings, dtype)[0]),
-            (w, lambda g: gradients(x.data, w.data, g, settings, dtype)[1]),
-        ],
-    )
+
+    def back_to_x(g: Array) -> Array:
+        return gradients(x.data, w.data, g, settings, dtype)[0]
+
+    def back_to_kernel(g: Array) -> Array:
+        if watch is not None:
+            forms = (ACTIVATION_FORMAT, ACTIVATION_FORMAT, settings.gradients)
+            operands = zip((x.data, w.data, g), forms, (-1, 0, -1), strict=True)
+            watch(
+                np.stack([rounding_sums(each, quantize(each, form, settings.scaling, a)) for each, form, a in operands])
+            )
+        return gradients(x.data, w.data, g, settings, dtype)[1]
+
+    return Tensor(multiply(x.data, w.data, settings, dtype), [(x, back_to_x), (w, back_to_kernel)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
@@ -46,6 +47,8 @@ class MLP:
         self.shown: Callable[[str, Tensor, Tensor | None], Tensor] | None = None
         """Hook called with path, output and input of every layer and, with path "" and no input, of the network; it
         returns the output to use."""
+        self.products: Callable[[str, Array], None] | None = None
+        """Hook called with path and figures of every product in 8 bits, in its backward pass."""
 
     @classmethod
     def random(cls, sizes: Sequence[int], *, seed: int) -> MLP:
@@ -100,7 +103,8 @@ class MLP:
             place = plan.at(path)
             with ops.casting_mode(place.dtype, sensitive=plan.kept):
                 if place.float8 is not None and float8.accepts(ops.tensor(kernel).data, place.float8):
-                    product = float8.matmul(h, kernel, place.dtype, place.float8)
+                    watch = None if self.products is None else functools.partial(self.products, path)
+                    product = float8.matmul(h, kernel, place.dtype, place.float8, watch)
                 else:
                     product = ops.matmul(h, kernel)
                 result = product + ops.cast(bias, place.dtype)

@@ -57,37 +57,47 @@ def update_slots(
     )
 
 
-class ReferenceOutputs:
-    """Records the outputs of an MLP's layers in a step (S35).
+class ReferenceWatch:
+    """Records the outputs of an MLP's layers, and its products in 8 bits, in a step (S35).
 
     Args:
         model: the network.
-        selection: which outputs.
+        selection: what is recorded.
+
+    Attributes:
+        activations, products: as in the slots.
 
     Raises:
         ArgumentError: the selection matches no layer.
     """
 
     def __init__(self, model: MLP, selection: MonitorSelection) -> None:
-        check_selected_outputs(selection, ["", *model.module_paths()])
+        if selection.activations:
+            check_selected_outputs(selection, ["", *model.module_paths()])
         self._model, self._selection = model, selection
-        self.found: dict[str, OutputFigures] = {}
+        self.activations: dict[str, OutputFigures] | None = {} if selection.activations else None
+        self.products: dict[str, Any] | None = {} if selection.products else None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Context manager in which the outputs are recorded."""
-        self._model.shown = self._see
+        """Context manager in which passes are recorded."""
+        self._model.shown = None if self.activations is None else self._see
+        self._model.products = None if self.products is None else self._add_product
         try:
             yield
         finally:
-            self._model.shown = None
+            self._model.shown = self._model.products = None
+
+    def _add_product(self, path: str, sums: Any) -> None:
+        assert self.products is not None
+        self.products[path] = self.products.get(path, 0.0) + sums
 
     def _see(self, path: str, output: Tensor, given: Tensor | None) -> Tensor:
-        if self._selection.measures_output_of(path):
-            figures, known = _array_figures(output.data, output_limits(self._selection.compute)), self.found.get(path)
-            if known is not None:
+        if self.activations is not None and self._selection.measures_output_of(path):
+            figures = _array_figures(output.data, output_limits(self._selection.compute))
+            if (known := self.activations.get(path)) is not None:
                 figures = OutputFigures(known.sums + figures.sums, np.maximum(known.largest, figures.largest))
-            self.found[path] = figures
+            self.activations[path] = figures
         return output
 
 

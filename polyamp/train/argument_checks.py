@@ -236,8 +236,8 @@ def _format_gradients(value: Any) -> str:
     return "a Gradients" if isinstance(value, Gradients) else describe_value(value)
 
 
-def check_monitor(monitor: Any) -> None:
-    """Raise for a `monitor=` that is none.
+def check_monitor(monitor: Any, recipe: Recipe) -> None:
+    """Raise for a `monitor=` that is none, or that reads what a step of the recipe does not have.
 
     Raises:
         ArgumentError: says what it takes.
@@ -246,3 +246,4 @@ def check_monitor(monitor: Any) -> None:
 
     if not isinstance(monitor, Monitor):
         raise ArgumentError(f"monitor must be a polyamp.Monitor. Received: {describe_value(monitor)}.")
+    monitor.check_recipe(recipe)

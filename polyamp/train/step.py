@@ -229,7 +229,7 @@ def train_step(
         raise argument_checks.not_a_recipe_error(recipe, "Write polyamp.train_step(loss_fn, recipe)")
     argument_checks.check_weight(weight)
     if monitor is not None:
-        argument_checks.check_monitor(monitor)
+        argument_checks.check_monitor(monitor, recipe)
     return TrainStep(loss_fn, recipe, options if weight is None else {**options, "weight": weight}, monitor)
 
 

@@ -24,7 +24,7 @@ from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine, forward_s
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step.error_hints import check_aux
 from polyamp_jax.step.loss_weights import LossWeighting, batch_rows, batch_shapes, to_weight
-from polyamp_jax.step.output_figures import WatchedLoss
+from polyamp_jax.step.output_figures import PassFigures, WatchedLoss
 from polyamp_jax.step.state import JaxState
 from polyamp_jax.step.unused_parameters import gradient_mask, reduce_scatter_mask
 
@@ -73,7 +73,7 @@ def run_pass(
 ) -> PassResult:
     """Run one forward and backward pass.
 
-    Of a `WatchedLoss`, `aux` is the pair of its aux and the figures of modules' outputs.
+    Of a `WatchedLoss`, `aux` is the pair of its aux and the figures of the pass.
 
     Raises:
         LossError: the loss is not a floating scalar, or none of the parameters has a gradient (S23).
@@ -138,7 +138,20 @@ def run_pass(
 
     trees = (params, masters) if replicas is None else replicas.mark_varying((list(params), masters))
     function = loss_of if watched is None else _with_figures(watched.watch.measured(loss_of, watched.due))
-    values, _, (loss, aux, after, weight, counts) = take_gradients(function, *trees)
+    products: dict[str, Any] = {}
+
+    def run_watched(program: compat.ClosedJaxpr, cotangent: Any) -> list[Any]:
+        assert watched is not None
+        flat, found = watched.watch.run_backward(program, cotangent)
+        products.update(found)
+        return flat
+
+    measures = watched is not None and watched.watch.selection.products
+    run = run_watched if measures else _run_program
+    values, _, (loss, aux, after, weight, counts) = take_gradients(function, *trees, run=run)
+    if watched is not None:
+        outputs = aux[1] if watched.watch.selection.activations else None
+        aux = aux[0], PassFigures(outputs, products if measures else None)
     if replicas is not None:
         after = [replicas.leave_pass(*own) for own in zip(after, running, before, strict=True)]
     made = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
@@ -156,8 +169,18 @@ def _with_figures(measured: Callable[..., Any]) -> Callable[..., tuple[Any, Any]
     return function
 
 
+def _run_program(program: compat.ClosedJaxpr, cotangent: Any) -> list[Any]:
+    """Return the results of the program of a backward pass."""
+    flat: list[Any] = compat.jaxpr_as_fun(program)(cotangent)
+    return flat
+
+
 def take_gradients(
-    function: Callable[..., tuple[Any, Any]], params: Sequence[Any], masters: Sequence[Any], *others: Any
+    function: Callable[..., tuple[Any, Any]],
+    params: Sequence[Any],
+    masters: Sequence[Any],
+    *others: Any,
+    run: Callable[[compat.ClosedJaxpr, Any], list[Any]] = _run_program,
 ) -> tuple[list[list[Any]], list[Any], Any]:
     """Return the gradients of `function(params, masters, *others) -> (scaled loss, rest)`.
 
@@ -166,6 +189,7 @@ def take_gradients(
         params: per model, the parameters that it computes with.
         masters: per model, its master weights if they differ from `params`, else None.
         *others: further pytrees to differentiate with respect to.
+        run: runs the program of the backward pass on the cotangent of the loss.
 
     Returns:
         Three values: per model, the gradients with respect to the leaves of its parameters, each None if the loss does
@@ -184,8 +208,7 @@ def take_gradients(
     one: Any = np.ones((), scaled.dtype)
     if own := compat.varying_axes(scaled):  # the loss differs between replicas
         one = compat.vary_over_axes(one, sorted(own))
-    flat = compat.jaxpr_as_fun(program)(one)
-    found = iter([gradient if depends else None for gradient, depends in zip(flat, made, strict=True)])
+    found = iter([gradient if depends else None for gradient, depends in zip(run(program, one), made, strict=True)])
     values = [[next(found) for _ in jax.tree.leaves(own)] for own in params]
     for number, own in enumerate(masters):
         if own is not None:

@@ -22,7 +22,7 @@ from polyamp_jax.arrays import is_key, materialize, prepare_batch
 from polyamp_jax.distributed.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
 from polyamp_jax.distributed.replicas import AxisName
 from polyamp_jax.step import accumulation
-from polyamp_jax.step.output_figures import OutputWatch, WatchedLoss, with_output_figures
+from polyamp_jax.step.output_figures import PassWatch, WatchedLoss, with_pass_figures
 from polyamp_jax.step.state import JaxState, is_donated
 from polyamp_jax.step.update import update_states
 
@@ -59,7 +59,7 @@ class JaxTrainStep:
         axis_name: the axes of the replicas, if JAX does not provide them.
         weight: function that returns the weight of a batch, or None.
         monitor: what the step collects for a monitor, or None.
-        outputs: measures the outputs of modules for it, or None.
+        watch: measures what it collects of the passes, or None.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class JaxTrainStep:
         axis_name: AxisName = None,
         weight: WeightFunction | None = None,
         monitor: MonitorSelection | None = None,
-        outputs: OutputWatch | None = None,
+        watch: PassWatch | None = None,
     ) -> None:
         self._monitor = monitor
-        self._outputs = outputs
+        self._watch = watch
         self._axis_name = axis_name
         self._weight = weight
         self._loss_fn = loss_fn
@@ -107,16 +107,16 @@ class JaxTrainStep:
     def _run(self, state: JaxState, batch: Any, known: HostKnownInputs) -> tuple[JaxState, StepResult, StaticResult]:
         state = state.with_host_facts(known.lagging, usable_layout(known.layout))
         loss_fn: Any = self._loss_fn
-        if self._outputs is not None:
+        if self._watch is not None:
             every = 1 if self._monitor is None else self._monitor.every
-            loss_fn = WatchedLoss(loss_fn, self._outputs, None if every == 1 else (state.attempts + 1) % every == 0)
+            loss_fn = WatchedLoss(loss_fn, self._watch, None if every == 1 else (state.attempts + 1) % every == 0)
         loss, aux, gradients = accumulation.accumulate_gradients(
             loss_fn, state, batch, self._axis_name, known.rows, self._weight
         )
         (new,), (result,) = update_states([state], [gradients], "all", self._monitor)
-        if self._outputs is not None:
+        if self._watch is not None:
             aux, figures = aux
-            slots = with_output_figures(result.monitor, figures, self._axis_name)
+            slots = with_pass_figures(result.monitor, figures, self._axis_name)
             result = result._replace(monitor=slots)
         if not self._donate:
             new = _copy_shared_arrays(new, state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import keras
@@ -20,6 +21,14 @@ from polyamp_keras.precision.layer_method_wrappers import copy_signature
 
 _SIGNIFICAND_LIMIT: Final = 0x600000
 """Fraction bits of 1.75, the significand of both formats' largest number."""
+
+
+FigureSink = Callable[[Any], None]
+"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`."""
+product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]] = ContextVar(
+    "polyamp_product_watch", default=None
+)
+"""Called with the matrices of each product that runs now; returns where its figures go, or None without figures."""
 
 
 class Codes(NamedTuple):
@@ -130,23 +139,40 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
         settings: scaling, and the format of the gradient that enters the backward products.
     """
     dtype, scaling = keras.backend.standardize_dtype(x.dtype), settings.scaling
+    watch = product_watch.get()
+    sink = None if watch is None else watch(x, w)
 
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
         left, right = quantize(x, ACTIVATION_FORMAT, scaling, 1), quantize(w, ACTIVATION_FORMAT, scaling, 0)
         out = _multiply_codes(left, right, dtype, scaling)
+        pairs = ((x, left, 1), (w, right, 0))
+        figures = [] if sink is None else [ops.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
         if scaling != "tensor":  # the backward products sum over the other axes
             left, right = quantize(x, ACTIVATION_FORMAT, scaling, 0), quantize(w, ACTIVATION_FORMAT, scaling, 1)
-        return out, (*left, *right)
+        return out, (*left, *right, *figures)
 
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
-        left, right = Codes(*residuals[:2]), Codes(*residuals[2:])
+        left, right = Codes(*residuals[:2]), Codes(*residuals[2:4])
         codes = quantize(g, settings.gradients, scaling, 1)
+        if sink is not None:
+            sink(ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]))
         dx = _multiply_codes(codes, right, dtype, scaling, transpose_right=True)
         if scaling != "tensor":
             codes = quantize(g, settings.gradients, scaling, 0)
         return dx, _multiply_codes(left, codes, dtype, scaling, transpose_left=True)
 
     return ENGINE.custom_vjp(forward, backward, x, w)
+
+
+def _rounding_sums(x: Any, codes: Codes, axis: int, scaling: str) -> Any:
+    """Return the figures of an operand, whose rows or blocks are along an axis, float32, shape (4,): elements, those
+    that became zero, and the sums of the squares and of the squared errors."""
+    exponent = _spread(codes.exponent, ops.shape(x)[axis], axis) if scaling == "block32" else codes.exponent
+    rounded, unscale = ops.cast(codes.numbers, "float32"), _power_of_two(-exponent)
+    exact = ops.cast(x, "float32") * _power_of_two(exponent)
+    lost = ops.sum(ops.cast(ops.logical_and(exact != 0.0, rounded == 0.0), "float32"))
+    squares = [ops.sum(ops.square(each * unscale)) for each in (exact, exact - rounded)]
+    return ops.stack([ops.cast(ops.size(x), "float32"), lost, *squares])
 
 
 def _multiply_codes(

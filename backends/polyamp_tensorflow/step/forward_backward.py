@@ -25,6 +25,7 @@ from polyamp_tensorflow.precision.autocast import apply_layer_policies
 from polyamp_tensorflow.precision.policy_module import PolicyModule
 from polyamp_tensorflow.step.grad_stats import scale_loss
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows, to_weight
+from polyamp_tensorflow.step.output_figures import with_products
 from polyamp_tensorflow.step.state import States
 
 ParameterKey = tuple[int, str]
@@ -96,7 +97,7 @@ def run_pass(states: States, loss_fn: LossFunction, batch: Any, weighing: LossWe
     step_checks.check_loss_dependence(bool(gradients))
     counts = [to_weight(count) for count in loss_weights.term_counts(own, rows)] if among_others else []
     weight = None if own.weight is None else to_weight(own.weight)
-    return PassResult(loss, map_present(_aux_tensor, own.aux), gradients, weight, own.size, counts)
+    return PassResult(loss, map_present(_aux_tensor, with_products(own.aux)), gradients, weight, own.size, counts)
 
 
 def _aux_tensor(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from polyamp.results import LossFunction, StepResult
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_tensorflow.step.accumulation import accumulate_gradients
 from polyamp_tensorflow.step.forward_backward import check_rows, policy_modules, present_leaves
-from polyamp_tensorflow.step.output_figures import take_figures, watch_outputs
+from polyamp_tensorflow.step.output_figures import watch_pass, with_figures
 from polyamp_tensorflow.step.state import States
 from polyamp_tensorflow.step.update import update_states
 
@@ -43,15 +43,15 @@ def train_step(
     monitor: MonitorSelection | None = None,
 ) -> StepResult:
     """Run both halves of the step for one state."""
-    watches = monitor is not None and bool(monitor.activations)
+    watches = monitor is not None and bool(monitor.activations or monitor.products)
     if monitor is not None and watches:
-        loss_fn = watch_outputs(states[0].model, loss_fn, monitor)
+        loss_fn = watch_pass(states[0].model, loss_fn, monitor)
     loss, aux, gradients = accumulate_gradients(states, loss_fn, batch, states[0].recipe.accumulate_steps, weight)
     with tf.control_dependencies(_failure_dependencies(loss, aux)):
         (result,) = update_states(states, gradients, "all", monitor)
-    if watches:
-        aux, figures = take_figures(aux)
-        result = result._replace(monitor=result.monitor._replace(activations=figures))
+    if monitor is not None and watches:
+        slots, aux = with_figures(result.monitor, aux, monitor)
+        result = result._replace(monitor=slots)
     return result._replace(loss=loss, aux=aux)
 
 

@@ -18,7 +18,7 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, scaled_backward
 from polyamp_torch.step.loss_weights import weighted_loss_sum
-from polyamp_torch.step.output_figures import OutputHooks
+from polyamp_torch.step.product_figures import PassWatch
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
@@ -65,11 +65,11 @@ def accumulate_gradients(
     reduction: StepReduction,
     foreign: ForeignGrads,
     interrupts: DeferInterrupts,
-    outputs: OutputHooks | None = None,
+    figures: PassWatch | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Run the passes of the micro-batches; return the weighted sum of their losses, and the stacked aux.
 
-    The gradients of the scaled losses are then in the parameters' `.grad`. `outputs` records the modules' outputs."""
+    The gradients of the scaled losses are then in the parameters' `.grad`. `figures` records what a monitor selects."""
     replicas, count, weighting = state.replicas, state.recipe.accumulate_steps, reduction.weighting
     parameters = list(state.parameters.values())
     accumulator = GradAccumulator(parameters) if count > 1 and parameters[0].dtype in HALF_TENSOR_DTYPES else None
@@ -88,7 +88,7 @@ def accumulate_gradients(
         for number, one in enumerate(passes, 1):
             own = snapshot if one.counts else PassSnapshot(state, loss_fn)
             between = start_reduction if replicas.several and number == len(passes) else None
-            watch = outputs.installed() if outputs is not None and one.counts else NULL_CONTEXT
+            watch = figures.installed() if figures is not None and one.counts else NULL_CONTEXT
             with replicas.engine.one_pass(last=one.last), watch:
                 loss, aux = scaled_backward(
                     loss_fn,

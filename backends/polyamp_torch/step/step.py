@@ -25,7 +25,7 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import accumulate_gradients
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, stash_grads
 from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting
-from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
+from polyamp_torch.step.product_figures import PassWatch
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
@@ -62,17 +62,18 @@ def _train_micro_batches(
     snapshot = PassSnapshot(state, loss_fn)
     versions = engine.buffer_versions(slots)
     reduction = StepReduction(weighting)
-    outputs = OutputHooks(state, monitor) if monitor is not None and monitor.activations else None
+    watches = monitor is not None and bool(monitor.activations or monitor.products)
+    figures = PassWatch(state, monitor) if monitor is not None and watches else None
     with stash_grads(parameters, used_up=True), ForeignGrads(parameters, state.graphs, engine.leaves) as foreign:
         try:
             reduction.loss, aux = accumulate_gradients(
-                loss_fn, state, parts, snapshot, reduction, foreign, interrupts, outputs
+                loss_fn, state, parts, snapshot, reduction, foreign, interrupts, figures
             )
             if weighting.is_empty:  # no backward pass ran
                 snapshot.parameters.compare()
                 snapshot.undo()
                 result = skipped_step_result(state, reduction.loss, aux, weighting.weight(0.0), monitor)
-                return with_output_figures(result, outputs)
+                return result if figures is None else figures.with_figures(result)
             values = densify_gradients(state.parameters.items())
             snapshot.parameters.compare()
         except BaseException:
@@ -87,4 +88,5 @@ def _train_micro_batches(
         scale = state.scale_state.scale if state.scaler.scales else None
         ready = UpdateGradients(values, scale, settle, reduction=reduction, written=snapshot.parameters)
         (result,) = update_states([state], [ready], "all", monitor)
-    return with_output_figures(result._replace(loss=reduction.loss, aux=aux), outputs)
+    result = result._replace(loss=reduction.loss, aux=aux)
+    return result if figures is None else figures.with_figures(result)

@@ -18,7 +18,7 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 GUIDE = (GUIDES / "monitor.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["monitor", "monitor_outputs"])
+@pytest.mark.parametrize("name", ["monitor", "monitor_outputs", "monitor_float8"])
 def test_the_blocks_print_what_stands_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")

@@ -217,11 +217,11 @@ def _all_equations(jaxpr: compat.Jaxpr) -> Iterator[Any]:
             yield from _all_equations(inner)
 
 
-def tagged_paths(eqn: compat.JaxprEqn) -> list[str]:
-    """Return the paths of the modules that tag their outputs in the inner programs of an equation."""
+def tagged_paths(eqn: compat.JaxprEqn, what: str = "output") -> list[str]:
+    """Return the paths of the modules with tags of a kind in the inner programs of an equation."""
     inner = [each for jaxpr in compat.inner_programs(eqn) for each in _all_equations(jaxpr)]
     tags = [each.params for each in inner if each.primitive is TAG_PRIMITIVE]
-    return list(dict.fromkeys(params["path"] for params in tags if params["what"] == "output"))
+    return list(dict.fromkeys(params["path"] for params in tags if params["what"] == what))
 
 
 def inline_program(eqn: compat.JaxprEqn) -> tuple[compat.Jaxpr, Sequence[Any]] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -29,8 +30,14 @@ from polyamp.recipe.float8 import (
 )
 from polyamp.recipe.resolved_policy import ModulePrecision
 from polyamp_jax import compat
+from polyamp_jax.arrays import materialize
 from polyamp_jax.precision.interpreter.program_value import ProgramValue
+from polyamp_jax.precision.interpreter.tag_primitive import tag
 
+PRODUCT_TAG: Final = "product"
+"""What the figures of a product's operands are tagged as, float32, shape (3, 4): see `MonitorSlots.products`."""
+measures_products: Final[ContextVar[bool]] = ContextVar("polyamp_measures_products", default=False)
+"""Whether the products of programs that are interpreted here tag their figures."""
 _DTYPES: Final = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
 
@@ -42,12 +49,14 @@ class Product(NamedTuple):
         free: for each operand, its axes that are not contracted.
         contracted: for each operand, its contracted axes, in the same order.
         float8: the settings.
+        path: where figures are measured, path of the module that owns the parameter; else None.
     """
 
     parameter: int
     free: tuple[tuple[int, ...], tuple[int, ...]]
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     float8: Float8
+    path: str | None = None
 
 
 class Codes(NamedTuple):
@@ -79,7 +88,8 @@ def find_product(
     sizes = [math.prod(shapes[index][axis] for axis in some) for some in (free[index], axes[index])]
     if not accepts_sizes(sizes, place.float8.scaling) or not all(map(math.prod, shapes)):
         return None, "compute (size)"
-    return Product(index, (free[0], free[1]), (axes[0], axes[1]), place.float8), "float8"
+    path = operands[index].traits.owner if measures_products.get() else None
+    return Product(index, (free[0], free[1]), (axes[0], axes[1]), place.float8, path), "float8"
 
 
 def sizes(product: Product, arrays: Sequence[Any]) -> tuple[int, int, int]:
@@ -100,10 +110,10 @@ def multiply(product: Product, arrays: Sequence[Any]) -> Any:
     x, w = ordered[1 - index], ordered[index]
     count = len(product.contracted[0])
     if float8.scaling == "tensor":
-        out = _product_function(count, float8)(x, w)
+        out = _product_function(count, float8, product.path)(x, w)
     else:
         matrices = [each.reshape(-1, math.prod(each.shape[each.ndim - count :])) for each in (x, w)]
-        out = _product_function(1, float8)(*matrices)
+        out = _product_function(1, float8, product.path)(*matrices)
         out = out.reshape(*x.shape[: x.ndim - count], *w.shape[: w.ndim - count])
     if index == 1:
         return out
@@ -117,11 +127,12 @@ def _in_the_parameters_order(product: Product) -> list[tuple[int, ...]]:
     return [tuple(pair[operand] for pair in pairs) for operand in (0, 1)]
 
 
-@functools.lru_cache(maxsize=64)
-def _product_function(contracted: int, float8: Float8) -> Callable[[Any, Any], Any]:
+@functools.lru_cache(maxsize=256)
+def _product_function(contracted: int, float8: Float8, path: str | None) -> Callable[[Any, Any], Any]:
     """Return the product of x (*rows, *contracted) and w (*outputs, *contracted) with its derivative.
 
-    Both are matrices with scales of rows or blocks.
+    Both are matrices with scales of rows or blocks. With a path, the backward pass tags the figures of the operands'
+    rounding with it: once, also where a checkpoint runs the forward pass again.
     """
     scaling = float8.scaling
 
@@ -129,29 +140,39 @@ def _product_function(contracted: int, float8: Float8) -> Callable[[Any, Any], A
     def product(x: Any, w: Any) -> Any:
         return forward(x, w)[0]
 
-    def forward(x: Any, w: Any) -> tuple[Any, tuple[Codes, Codes]]:
+    def forward(x: Any, w: Any) -> tuple[Any, tuple[Codes, Codes, Any]]:
         left, right = (quantize(each, ACTIVATION_FORMAT, scaling, 1) for each in (x, w))
         last = _last_axes(left.numbers, contracted), _last_axes(right.numbers, contracted)
         out = _multiply_codes(left, right, last, x.dtype, scaling)
-        if scaling == "tensor":
-            return out, (left, right)
-        left, right = (quantize(each, ACTIVATION_FORMAT, scaling, 0) for each in (x, w))
-        return out, (left, right)
+        pairs = ((x, left), (w, right))
+        figures = None if path is None else jnp.stack([_rounding_sums(*pair, scaling) for pair in pairs])
+        if scaling != "tensor":  # the backward products sum over the other axes
+            left, right = (quantize(each, ACTIVATION_FORMAT, scaling, 0) for each in (x, w))
+        return out, (left, right, figures)
 
-    def backward(codes: tuple[Codes, Codes], cotangent: Any) -> tuple[Any, Any]:
-        left, right = codes
+    def backward(residuals: tuple[Codes, Codes, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        left, right, figures = residuals
         g = quantize(cotangent, float8.gradients, scaling, 1)
         rows, outputs = left.numbers.ndim - contracted, right.numbers.ndim - contracted
         over = _last_axes(g.numbers, outputs), tuple(range(outputs))
         dx = _multiply_codes(g, right, over, cotangent.dtype, scaling)
+        if path is not None:
+            figures = jnp.concatenate([figures, _rounding_sums(cotangent, g, scaling)[None]])
         if scaling != "tensor":
             g = quantize(cotangent, float8.gradients, scaling, 0)
         dw = _multiply_codes(g, left, (tuple(range(rows)), tuple(range(rows))), cotangent.dtype, scaling)
-        return dx, dw
+        return dx, dw, figures
 
     gradients_of = jax.custom_vjp(backward)
     gradients_of.defvjp(lambda codes, cotangent: (backward(codes, cotangent), None), _refuse_second_derivatives)
-    product.defvjp(forward, gradients_of)
+
+    def tagged(residuals: tuple[Codes, Codes, Any], cotangent: Any) -> tuple[Any, Any]:
+        dx, dw, figures = gradients_of(residuals, cotangent)
+        if path is not None:
+            dx, dw, _ = materialize((dx, dw, tag(figures, path, 0, PRODUCT_TAG)))  # a gradient keeps its figures
+        return dx, dw
+
+    product.defvjp(forward, tagged)
     return product
 
 
@@ -213,6 +234,17 @@ def _refuse_vmap(axis_size: int, in_batched: Any, bits: Any) -> Any:
         "(S36). Call the model with the whole batch; an equinox model with polyamp.init(..., axis_name='batch'), which "
         "maps it inside of the policy."
     )
+
+
+def _rounding_sums(x: Any, codes: Codes, scaling: str) -> Any:
+    """Return the figures of an operand, whose rows or blocks are along axis 1, float32, shape (4,): elements, those
+    that became zero, and the sums of the squares and of the squared errors."""
+    exponent = _spread(codes.exponent, x.shape[1], 1) if scaling == "block32" else codes.exponent
+    rounded, unscale = codes.numbers.astype(jnp.float32), _power_of_two(-exponent)
+    exact = x.astype(jnp.float32) * _power_of_two(exponent)
+    lost = jnp.sum((exact != 0.0) & (rounded == 0.0)).astype(jnp.float32)
+    squares = [jnp.sum(jnp.square(each * unscale)) for each in (exact, exact - rounded)]
+    return jnp.stack([jnp.full_like(lost, x.size), lost, *squares])
 
 
 def _power_of_two(exponent: Any) -> Any:

@@ -120,7 +120,7 @@ class Interpreter:
     def key(self) -> Any:
         """Cache key of a rewritten inner jaxpr, in addition to its arguments."""
         place = (self.scopes, self.modules) if self.settings.plan.overridden else ()
-        return (*place, self.default, self.output_needs)
+        return (*place, float8_products.measures_products.get(), self.default, self.output_needs)
 
     def run(
         self,

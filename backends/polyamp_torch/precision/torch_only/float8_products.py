@@ -30,6 +30,7 @@ from polyamp.recipe.float8 import (
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, is_sharded
 from polyamp_torch.compat import TorchAutocast, assume_constant_result
 from polyamp_torch.precision.torch_only.compat import scaled_product
+from polyamp_torch.precision.torch_only.float8_watch import FigureSink, find_watch, rounding_sums
 from polyamp_torch.precision.torch_only.open_blocks import running_override
 
 FLOAT8_RULES: Final = {
@@ -53,12 +54,14 @@ class Product(NamedTuple):
         w: the parameter as a matrix, (outputs, inputs).
         bias: added afterwards, or None.
         swapped: whether the result is that of the parameter times the activation: it is transposed.
+        parameter: the parameter itself, which `w` may be a view of; None if no module owns it.
     """
 
     x: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     swapped: bool = False
+    parameter: nn.Parameter | None = None
 
 
 class Codes(NamedTuple):
@@ -187,14 +190,15 @@ def _checked(found: Product, parameter: torch.Tensor, rule: str) -> Product | No
             "float8: a product of tensors that are sharded over processes (DTensor) has no scale of the whole tensor "
             "in this version. Shard with polyamp_torch.fully_shard or DDP, or use Policy('mixed_bfloat16')."
         )
-    return found
+    return found._replace(parameter=parameter)
 
 
 def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
     """Return a product in the compute dtype, with autocast off."""
-    x, w, bias, swapped = product
+    x, w, bias, swapped, parameter = product
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    out = _Product.apply(rows, w, dtype, rule, torch.is_grad_enabled())[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    watch = None if torch.compiler.is_compiling() else find_watch(parameter)
+    out = _Product.apply(rows, w, dtype, rule, torch.is_grad_enabled(), watch)[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
     if bias is not None:
         out = out + bias.to(dtype)
     shaped: torch.Tensor = out.reshape(*x.shape[:-1], w.shape[0])
@@ -208,31 +212,39 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, rule: str, saves: bool) -> Any:
+    def forward(
+        x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, rule: str, saves: bool, watch: FigureSink | None
+    ) -> Any:
         _, scaling, emulate = FLOAT8_RULES[rule]
         w = w.to(dtype)
         left, right = (quantize(each, ACTIVATION_FORMAT, scaling, axis=1) for each in (x, w))
         out = _multiply_codes(left, right.t(), dtype, scaling, emulate=emulate)
+        pairs = ((x, left), (w, right))
+        figures = [] if watch is None else [torch.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
         if saves and scaling != "tensor":  # the backward products sum over the other axes
             left, right = (quantize(each, ACTIVATION_FORMAT, scaling, axis=0) for each in (x, w))
-        return out, *left, *right
+        return out, *left, *right, *figures
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, w, dtype, rule, _ = inputs
+        _, w, dtype, rule, _, watch = inputs
         ctx.save_for_backward(*output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.settings = dtype, rule, w.dtype
+        ctx.watch = watch
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor, *_: Any) -> Any:
-        x, x_exponent, w, w_exponent = ctx.saved_tensors
+        x, x_exponent, w, w_exponent, *figures = ctx.saved_tensors
         dtype, rule, master = ctx.settings
         gradients, scaling, emulate = FLOAT8_RULES[rule]
         with TorchAutocast(g.device.type, enabled=False):
             codes = dx = dw = None
-            if ctx.needs_input_grad[0]:
+            if ctx.watch is not None:
                 codes = quantize(g, gradients, scaling, axis=1)
+                ctx.watch(torch.cat([*figures, _rounding_sums(g, codes, scaling)[None]]))
+            if ctx.needs_input_grad[0]:
+                codes = quantize(g, gradients, scaling, axis=1) if codes is None else codes
                 dx = _multiply_codes(codes, Codes(w, w_exponent), dtype, scaling, emulate=emulate)
             if ctx.needs_input_grad[1]:
                 if codes is None or scaling != "tensor":
@@ -240,7 +252,13 @@ class _Product(torch.autograd.Function):
                 dw = _multiply_codes(codes.t(), Codes(x, x_exponent), dtype, scaling, emulate=emulate).to(master)
         if torch.is_grad_enabled():  # the backward pass makes a graph
             dx, dw = (None if each is None else _NoSecondDerivative.apply(each) for each in (dx, dw))  # type: ignore[no-untyped-call]  # torch does not annotate apply
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
+
+
+def _rounding_sums(x: torch.Tensor, codes: Codes, scaling: str) -> torch.Tensor:
+    """Return the figures of an operand whose rows or blocks are along axis 1."""
+    exponent = codes.exponent
+    return rounding_sums(x, codes.numbers, _spread(exponent, x.shape[1], 1) if scaling == "block32" else exponent)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import polyamp
+from polyamp.monitor.records import PRODUCT_OPERANDS
 from tests.backends.jax.distributed.meshes import mesh
 
 
@@ -61,3 +62,24 @@ def test_s36_gradients_over_shards_have_the_scales_of_the_whole_batch(scaling: s
     for got, want in zip(*found, strict=True):
         size = np.abs(np.asarray(want)).max()
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=2.0**-7 * size)
+
+
+def test_s36_a_monitor_on_several_devices_has_the_figures_of_one() -> None:
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    devices = mesh()
+    spread = jax.device_put(jnp.asarray(x), NamedSharding(devices, P(devices.axis_names[0])))
+    recipe = polyamp.Recipe(policy=policy("tensor"), optimizer=polyamp.sgd(0.1))
+    found = []
+    for given in (spread, jnp.asarray(x)):
+        monitor = polyamp.Monitor(every=1, gradients=False, updates=False, products=True)
+        step = polyamp.train_step(lambda model, x: jnp.mean(jnp.square(model(x))), recipe, monitor=monitor)
+        step(polyamp.init(Net(), recipe), given)
+        found.append(monitor.records[0].modules)
+    for one, other in zip(*found, strict=True):
+        assert one.module == other.module
+        assert one.products is not None
+        assert other.products is not None
+        for name in PRODUCT_OPERANDS:
+            own, wanted = getattr(one.products, name), getattr(other.products, name)
+            assert own.elements == wanted.elements
+            assert abs(own.sqnr - wanted.sqnr) < 0.05

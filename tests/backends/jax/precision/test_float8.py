@@ -77,10 +77,12 @@ def test_s36_blocks_of_several_contracted_axes_have_the_order_of_the_parameter()
     float8_values.check_products(out, dx, dw, BLOCK32.float8)
 
 
-def kernel_gradient(policy: Policy, w: Any, x: Any, g: Any, *, on_the_left: bool) -> Any:
+def kernel_gradient(
+    policy: Policy, w: Any, x: Any, g: Any, *, on_the_left: bool = False, kind: type[Dense] = Dense
+) -> Any:
     """Return the gradient by the kernel, with `g` as the cotangent of the output."""
     recipe = polyamp.Recipe(policy=policy.replace(output="bfloat16"), optimizer=polyamp.sgd(0.1))
-    state = polyamp.init(Dense(w, on_the_left=on_the_left), recipe)
+    state = polyamp.init(kind(w, on_the_left=on_the_left), recipe)
     weighted = polyamp.value_and_grad(lambda model, x: (model(x).astype(jnp.float32) * g).sum())
     _, gradients = weighted(state, jnp.asarray(x))
     (found,) = jax.tree.leaves(gradients.values)
@@ -129,6 +131,24 @@ def test_structures_have_the_same_bits(kind: str, policy: Policy) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-8)
     rows = [row for row in polyamp.explain(Net(kind), policy, X).operations if row.name == "dot_general"]
     assert {row.rule for row in rows if row.module == ""} == {"float8"}
+
+
+class Recomputed(Dense):
+    """The layer, which the backward pass runs again."""
+
+    def __call__(self, x: Any) -> Any:
+        return jax.checkpoint(super().__call__)(x)
+
+
+def test_a_checkpoint_has_the_same_bits() -> None:
+    x, w, g = float8_values.products()
+    found = []
+    for kind in (Dense, Recomputed):
+        run = POLICY.replace(output="bfloat16").autocast(kind(w))
+        out, back = jax.vjp(run, jnp.asarray(x))
+        found.append([out, *back(jnp.asarray(g, jnp.bfloat16)), kernel_gradient(POLICY, w, x, g, kind=kind)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
 def float8_rules(model: Any, policy: Policy = POLICY) -> dict[str, str]:
