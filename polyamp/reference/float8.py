@@ -126,7 +126,7 @@ def rounding_sums(values: Any, codes: QuantizedArray) -> Array:
     Example:
         >>> values = np.array([448.0, 2.0**-12, 0.0, 1.0])
         >>> rounding_sums(values, quantize(values, "float8_e4m3fn"))[:3].tolist()
-        [4.0, 1.0, 200705.00000005960]
+        [4.0, 1.0, 200705.0000000596]
     """
     exact = np.asarray(values, np.float64)
     rounded = codes.to_float64()
