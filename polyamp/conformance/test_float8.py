@@ -71,7 +71,8 @@ def uneven(size: int = 16) -> Any:
 
 def moves(harness: Harness, policy: polyamp.Policy, sizes: tuple[int, ...], whole: Any, parts: int) -> Any:
     """Yield how far a step moves each array, here and in the reference."""
-    batches, moved = whole if parts == 1 else split_rows(whole, [8, 8]), []
+    batches = whole if parts == 1 else split_rows(whole, [8, 8])
+    moved = []
     for module in (harness, ReferenceHarness(REFERENCE)):
         made = recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=parts)
         state = polyamp.init(module.mlp(layers(sizes)), made)

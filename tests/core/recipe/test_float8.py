@@ -159,7 +159,7 @@ def test_a_plain_function_is_refused_in_the_reference_too() -> None:
 
 def test_the_guides_blocks_print_what_stands_there() -> None:
     blocks = re.findall(r"```python\n(.*?)```\n\n(?:```text\n(.*?)```)?", GUIDE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for code, printed in blocks:
         found, scope = io.StringIO(), {}  # type: tuple[io.StringIO, dict[str, Any]]
         with contextlib.redirect_stdout(found):
