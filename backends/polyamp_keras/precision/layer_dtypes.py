@@ -8,7 +8,7 @@ in float32 in every mode, those that output logits only with `apply_policy(heads
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, NamedTuple
 
 import keras
@@ -18,9 +18,11 @@ from polyamp.float_formats import FLOAT_DTYPES, HALF_DTYPES
 from polyamp.recipe import overrides, path_aliases
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp_keras.arrays import native_variable
 from polyamp_keras.compat import constructor_arguments, inbound_nodes, is_keras_code, keras_history
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers, recurrent_cells
+from polyamp_keras.models.variables import own_variables
 from polyamp_keras.precision.float8_layers import product_reason, with_heads
 from polyamp_keras.precision.float32_layer_losses import has_add_loss_call
 from polyamp_keras.precision.functional_graph import is_gather, is_inner_product, is_multiplication, logarithm_sources
@@ -336,3 +338,14 @@ def _upstream_operations(tensor: Any) -> Iterator[Any]:
     inputs = inbound_nodes(operation)[node_index].input_tensors
     if not getattr(operation, "weights", None) and len(inputs) == 1:
         yield from _upstream_operations(inputs[0])
+
+
+def variable_compute_dtypes(model: Any, choices: Collection[LayerDtype] | None = None) -> dict[int, str | None]:
+    """Map the `id` of each variable to the compute dtype of the layer that owns it: the dtype in `choices`, or the
+    current one."""
+    chosen = {id(choice.target): choice.dtype for choice in choices or ()}
+    return {
+        id(native_variable(variable)): chosen.get(id(module.layer)) or module.layer.compute_dtype
+        for module in list_layers(model)
+        for variable in own_variables(module.layer)
+    }

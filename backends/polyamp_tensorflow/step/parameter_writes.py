@@ -15,9 +15,7 @@ import tensorflow as tf
 
 from polyamp.float_formats import HALF_DTYPES
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.models.layers import list_layers
-from polyamp_keras.models.variables import ModelVariables, own_variables
-from polyamp_keras.precision.layer_dtypes import LayerDtype
+from polyamp_keras.models.variables import ModelVariables
 from polyamp_tensorflow.compat import callee_graph, resource_writes
 
 WRITE_PREFIX: Final = "written/"
@@ -128,17 +126,6 @@ class ForwardWriteTracker:
         return ParameterWrite(
             variable, before, tf.where(tf.equal(after, _round_value(before, dtype)), before, after), True
         )
-
-
-def variable_compute_dtypes(model: Any, choices: Collection[LayerDtype] | None = None) -> dict[int, str | None]:
-    """Map the `id` of each variable to the compute dtype of the layer that owns it: the dtype in `choices`, or the
-    current one."""
-    chosen = {id(choice.target): choice.dtype for choice in choices or ()}
-    return {
-        id(native_variable(variable)): chosen.get(id(module.layer)) or module.layer.compute_dtype
-        for module in list_layers(model)
-        for variable in own_variables(module.layer)
-    }
 
 
 def _round_value(value: Any, dtype: str | None) -> Any:

@@ -31,14 +31,14 @@ from polyamp_keras.models.model_snapshot import ModelSnapshot
 from polyamp_keras.models.variables import ModelVariables, model_variables
 from polyamp_keras.own_loop.optimizer_checks import warn_about_average
 from polyamp_keras.own_loop.spec_optimizer import optimizer_variables, resolve_groups
-from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes
+from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes, variable_compute_dtypes
 from polyamp_tensorflow.arrays import Array, assign_values, to_numpy
 from polyamp_tensorflow.distributed.replicas import check_replica_variables, find_replicas, has_several_replicas
 from polyamp_tensorflow.precision.autocast import resolve_policy
 from polyamp_tensorflow.step.averages import Averages, make_averages
 from polyamp_tensorflow.step.optimizer_metadata import optimizer_metadata
 from polyamp_tensorflow.step.optimizers import make_optimizer
-from polyamp_tensorflow.step.parameter_writes import WRITE_PREFIX, EagerReader, variable_compute_dtypes
+from polyamp_tensorflow.step.parameter_writes import WRITE_PREFIX, EagerReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import jax
+import jax.numpy as jnp
 import keras
 
 from polyamp.errors import ModelError, TraceError, UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import copy_arrays, is_array
@@ -24,6 +26,7 @@ from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.model_pass import ModelPass
 from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.running_state import ModelInputs, RunningState
+from polyamp_keras.arrays import native_variable
 from polyamp_keras.compat import is_nnx_enabled
 from polyamp_keras.interrupts import EnsureUndo, close_stale_blocks
 from polyamp_keras.models.copies import copy_model
@@ -31,6 +34,7 @@ from polyamp_keras.models.layers import is_built, layer_path_aliases, list_layer
 from polyamp_keras.models.model_snapshot import ModelSnapshot
 from polyamp_keras.models.variables import model_variables, parameter_leaves
 from polyamp_keras.precision import apply_policy
+from polyamp_keras.precision.layer_dtypes import LayerDtype, variable_compute_dtypes
 from polyamp_keras.precision.policy_application import PolicyApplication
 from polyamp_keras.precision.regularization_losses import regularization, warn_missing_regularization
 
@@ -99,9 +103,10 @@ class KerasAdapter(ModelAdapter):
         close_stale_blocks()
         applications = [PolicyApplication(engine.adapter.model.value, engine.plan) for engine in engines]
         values = [pair for engine in engines for pair in engine.open_pass.variable_values()]
-        scope = keras.StatelessScope(values, collect_losses=True)
-        for engine in engines:
-            engine.open_pass.open(scope)
+        trained = {id(engine.adapter.variables[name]) for engine in engines for name in engine.adapter.names[0]}
+        scope = ParameterWriteScope(values, trained)
+        for engine, application in zip(engines, applications, strict=True):
+            engine.open_pass.open(scope, application.choices)
         with contextlib.ExitStack() as stack:
             stack.enter_context(scope)
             stack.enter_context(warn_missing_regularization([adapter.record for adapter in adapters]))
@@ -181,12 +186,34 @@ class KerasAdapter(ModelAdapter):
         )
 
 
+class ParameterWriteScope(keras.StatelessScope):  # type: ignore[misc]  # Keras is untyped
+    """Scope in which a parameter that the forward pass writes has the gradient of what was written (S12), as where
+    Keras's variables are written in place.
+
+    Args:
+        values: pairs of a variable and its value at the beginning.
+        trained: ids of the variables that are parameters.
+    """
+
+    def __init__(self, values: Sequence[tuple[Any, Any]], trained: Collection[int]) -> None:
+        super().__init__(values, collect_losses=True)
+        self._starts = {key: value for key, value in self.state_mapping.items() if key in trained}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        start = self._starts.get(id(variable))
+        if start is not None:
+            value = jax.lax.stop_gradient(value) + (start - jax.lax.stop_gradient(start))
+        super().add_update((variable, value))
+
+
 class KerasPass(ModelPass):
     """Pass of a Keras model, whose variables have their values in a `keras.StatelessScope`."""
 
     def __init__(self, adapter: KerasAdapter, params: Any, masters: Any, running: RunningState) -> None:
         super().__init__(adapter, params, masters, running)
         self._scope: Any = None
+        self._choices: Collection[LayerDtype] = ()
         self._before: dict[str, Any] = {}
 
     def variable_values(self) -> list[tuple[Any, Any]]:
@@ -195,9 +222,9 @@ class KerasPass(ModelPass):
         values = _named_values(self._params, self._running)
         return [(variables[name], value) for name, value in values.items()]
 
-    def open(self, scope: Any) -> None:
-        """Take the values from a scope from now on."""
-        self._scope = scope
+    def open(self, scope: Any, choices: Collection[LayerDtype]) -> None:
+        """Take the values from a scope from now on, in which the layers have the dtypes of `choices`."""
+        self._scope, self._choices = scope, choices
         self._before = self.values()
 
     def values(self) -> dict[str, Any]:
@@ -214,7 +241,11 @@ class KerasPass(ModelPass):
     @property
     def running(self) -> RunningState:
         now, start = self.values(), self._running
-        written = {name: now[name] for name in self._params if now[name] is not self._before[name]}
+        changed = [name for name in self._params if now[name] is not self._before[name]]
+        variables = self._adapter.variables
+        dtypes = variable_compute_dtypes(self._adapter.model.value, self._choices) if changed else {}
+        narrow = {name: dtypes[id(native_variable(variables[name]))] for name in changed}
+        written = {name: _written_master(now[name], self._before[name], narrow[name]) for name in changed}
         written = {**(start.written or {}), **written}
         return start._replace(
             statistics={name: now[name] for name in start.statistics},
@@ -237,6 +268,18 @@ class KerasPass(ModelPass):
             self._scope.add_update((self._adapter.variables[name], before[name]))
         if changed:
             raise TraceError(NESTED_TRACE_ERROR.format(name=changed[0]))
+
+
+def _written_master(now: Any, before: Any, dtype: str | None) -> Any:
+    """Return a written parameter as master weights: what a pass wrote in 16 bits has the digits from before where it is
+    the same number."""
+    if dtype not in HALF_DTYPES or before.dtype.name in HALF_DTYPES:
+        return now
+
+    def rounded(value: Any) -> Any:
+        return value.astype(dtype).astype(value.dtype)
+
+    return jnp.where(jnp.all(rounded(now) == now) & (now == rounded(before)), before, now)
 
 
 def _named_values(params: Any, running: RunningState) -> dict[str, Any]:

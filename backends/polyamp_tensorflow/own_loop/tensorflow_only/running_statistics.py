@@ -17,15 +17,11 @@ from polyamp.errors import ModelError, UnsupportedError
 from polyamp_keras.arrays import native_variable
 from polyamp_keras.models.layers import is_built
 from polyamp_keras.models.variables import ModelVariables, model_variables
+from polyamp_keras.precision.layer_dtypes import variable_compute_dtypes
 from polyamp_tensorflow.arrays import assign_values
 from polyamp_tensorflow.distributed import replicas
 from polyamp_tensorflow.distributed.all_reduce import all_reduce_sum
-from polyamp_tensorflow.step.parameter_writes import (
-    WRITE_PREFIX,
-    EagerReader,
-    ForwardWriteTracker,
-    variable_compute_dtypes,
-)
+from polyamp_tensorflow.step.parameter_writes import WRITE_PREFIX, EagerReader, ForwardWriteTracker
 
 _STATISTICS: Final = ""
 """Group of `StartValues` with all running statistics of a model; each written parameter is a group by its name."""
