@@ -104,6 +104,9 @@ for _name, _seconds in {
 for _name in FRAMEWORKS:
     _quick = [] if _name == "torch" else QUICK_XLA
     SUITES[f"keras-{_name}"] = Suite([*PYTEST, *_quick, "tests/backends/keras"], 30, {"KERAS_BACKEND": _name})
+SUITES["conformance-keras-torch"] = Suite(
+    [*CONFORMANCE, "--polyamp-backend=keras-torch"], 120, {"KERAS_BACKEND": "torch"}
+)
 SUITES["keras-jax"].command.extend(  # where `stateless_apply` is too; the engines import other frameworks
     ["--doctest-modules", "backends/polyamp_keras", "--ignore=backends/polyamp_keras/engines"]
 )

@@ -11,7 +11,7 @@ from polyamp.errors import UnsupportedError
 
 _BACKENDS: Final = ("tensorflow", "torch", "jax")
 """Keras backends that polyamp supports. polyamp's backends have the same names."""
-_FIT_ONLY: Final = ("torch", "jax")
+_FIT_ONLY: Final = ("jax",)
 """Those among them on which models train by `fit` and loops of one's own alone, and not by `polyamp.init`."""
 
 

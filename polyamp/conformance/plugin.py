@@ -1,8 +1,8 @@
 """pytest plugin with the options and fixtures of the conformance suite.
 
-`pytest --pyargs polyamp.conformance --polyamp-backend=NAME` runs it on any registered backend. The file given by
-`--polyamp-deviations` lists rules that a backend does not follow yet. It is strict: a listed test that starts passing
-fails the run.
+`pytest --pyargs polyamp.conformance --polyamp-backend=NAME` runs it on any registered backend, or with LIBRARY-NAME on
+its models of another library (`subjects`). The file given by `--polyamp-deviations` lists rules that a backend does not
+follow yet. It is strict: a listed test that starts passing fails the run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
+    from polyamp.conformance.subjects import Subject
     from polyamp.contract.backend import Backend
     from polyamp.contract.harness import Harness
 
@@ -23,7 +24,7 @@ class Deviation(NamedTuple):
     """Rule that a backend does not follow yet.
 
     Attributes:
-        backend: the backend's name.
+        backend: the name given by `--polyamp-backend`.
         rule: start of the test's name after `test_`, with its parameter if it matters: "s04", "s09_replicas",
             "s03_inner_dtype[autocast-".
         reason: why, in one sentence.
@@ -36,7 +37,7 @@ class Deviation(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("polyamp")
-    group.addoption("--polyamp-backend", metavar="NAME", help="backend that the conformance suite runs on")
+    group.addoption("--polyamp-backend", metavar="NAME", help="backend, or library-backend, that the suite runs on")
     group.addoption(
         "--polyamp-deviations", metavar="FILE", help="Python file with DEVIATIONS, a list of (backend, rule, reason)"
     )
@@ -66,14 +67,20 @@ def _deviations(config: pytest.Config, backend: str) -> list[Deviation]:
 
 
 @pytest.fixture(scope="session")
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """Return the backend under test; a missing framework is a failure, not a skip."""
-    from polyamp.contract import registry
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Return the backend under test with its models; a missing framework is a failure, not a skip."""
+    from polyamp.conformance.subjects import find_subject
 
-    return registry.get(request.config.getoption("--polyamp-backend"))
+    return find_subject(request.config.getoption("--polyamp-backend"))
 
 
 @pytest.fixture(scope="session")
-def harness(backend: Backend) -> Harness:
-    """Return the harness of the backend under test."""
-    return backend.testing()
+def backend(subject: Subject) -> Backend:
+    """Return the backend under test."""
+    return subject.backend
+
+
+@pytest.fixture(scope="session")
+def harness(subject: Subject) -> Harness:
+    """Return the harness of the models under test."""
+    return subject.harness

@@ -1,6 +1,6 @@
 """Second half of S22's test, in a separate process: restore checkpoints, continue, write the resulting arrays.
 
-python -m polyamp.conformance.resume_process BACKEND FOLDER
+python -m polyamp.conformance.resume_process SUBJECT FOLDER
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 import polyamp
 from polyamp.conformance.problems import advance, batch, layers, recipe
-from polyamp.contract import registry
+from polyamp.conformance.subjects import find_subject
+from polyamp.contract.harness import Harness
 
 KINDS = ("mlp", "normalized_mlp")
 
@@ -29,9 +30,9 @@ def resume_recipe() -> polyamp.Recipe:
     )
 
 
-def fresh_state(backend: str, kind: str, seed: int) -> Any:
+def fresh_state(harness: Harness, kind: str, seed: int) -> Any:
     """Return a new state; the seed changes the initial weights, which a restore must replace."""
-    model = getattr(registry.get(backend).testing(), kind)(layers(seed=seed))
+    model = getattr(harness, kind)(layers(seed=seed))
     return polyamp.init(model, resume_recipe())
 
 
@@ -40,12 +41,13 @@ def advance_state(state: Any, first: int, last: int) -> Any:
     return advance(state, [batch(i, gain=np.inf if i % 4 == 3 else 1.0) for i in range(first, last)])[0]
 
 
-def main(backend: str, folder: str) -> None:
+def main(name: str, folder: str) -> None:
     """Restore `KIND.safetensors` of each kind into a state with other weights, continue, export to `KIND.npz`."""
+    subject = find_subject(name)
     for kind in KINDS:
-        fresh = fresh_state(backend, kind, seed=1)
+        fresh = fresh_state(subject.harness, kind, seed=1)
         state = advance_state(polyamp.restore(fresh, Path(folder, f"{kind}.safetensors")), 6, 12)
-        arrays: dict[str, Any] = registry.get(backend).export_state(state)
+        arrays: dict[str, Any] = subject.backend.export_state(state)
         np.savez(Path(folder, f"{kind}.npz"), **arrays)
 
 

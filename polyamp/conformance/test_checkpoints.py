@@ -26,13 +26,13 @@ def manifest_data_folder(path: Path) -> Path:
     return path / str(json.loads((path / "polyamp.json").read_text(encoding="utf-8"))["data"])
 
 
-def test_s33_a_folder_resumes_bit_identically(backend: Backend, tmp_path: Path) -> None:
-    state = resume_process.advance_state(resume_process.fresh_state(backend.name, "normalized_mlp", seed=0), 0, 4)
+def test_s33_a_folder_resumes_bit_identically(backend: Backend, harness: Harness, tmp_path: Path) -> None:
+    state = resume_process.advance_state(resume_process.fresh_state(harness, "normalized_mlp", seed=0), 0, 4)
     polyamp.save(state, tmp_path / "folder", sharded=True)
     polyamp.save(state, tmp_path / "file")
     straight = backend.export_state(resume_process.advance_state(state, 4, 8))
     for name in ("folder", "file"):
-        other = polyamp.restore(resume_process.fresh_state(backend.name, "normalized_mlp", seed=1), tmp_path / name)
+        other = polyamp.restore(resume_process.fresh_state(harness, "normalized_mlp", seed=1), tmp_path / name)
         resumed = backend.export_state(resume_process.advance_state(other, 4, 8))
         assert set(resumed) == set(straight)
         assert [key for key in straight if straight[key].tobytes() != resumed[key].tobytes()] == [], name

@@ -28,6 +28,7 @@ from polyamp.conformance.problems import (
     stateful_recipe,
     to_float,
 )
+from polyamp.conformance.subjects import Subject
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError, UnsupportedError
@@ -36,15 +37,15 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Arrays, Arrays]]:
+def runs(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Arrays, Arrays]]:
     """Return the arrays of each kind of model after training straight on, and after resuming in a new process."""
     folder = tmp_path_factory.mktemp("resume")
-    straight = {}
+    straight, backend = {}, subject.backend
     for kind in resume_process.KINDS:
-        state = resume_process.advance_state(resume_process.fresh_state(backend.name, kind, seed=0), 0, 6)
+        state = resume_process.advance_state(resume_process.fresh_state(subject.harness, kind, seed=0), 0, 6)
         polyamp.save(state, folder / f"{kind}.safetensors")
         straight[kind] = backend.export_state(resume_process.advance_state(state, 6, 12))
-    subprocess.run([sys.executable, "-m", resume_process.__name__, backend.name, str(folder)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", resume_process.__name__, subject.name, str(folder)], check=True, timeout=300)
     return {kind: (straight[kind], dict(np.load(folder / f"{kind}.npz"))) for kind in resume_process.KINDS}
 
 
@@ -151,7 +152,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 def test_s22_a_forged_checkpoint_changes_nothing(backend: Backend, harness: Harness, tmp_path: Path) -> None:
     """A digest that is right proves nothing: everything is looked at before the first write."""
-    state = resume_process.advance_state(resume_process.fresh_state(backend.name, "mlp", seed=0), 0, 2)
+    state = resume_process.advance_state(resume_process.fresh_state(harness, "mlp", seed=0), 0, 2)
     before = state_bytes(backend, state)
     for name, (forge, message) in FORGERIES.items():
         arrays = backend.export_state(state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,3 +127,11 @@ class Harness(Protocol):
         the rate after every update. Raises `UnsupportedError` if the framework has none of these, or if the user steps
         its schedules.
         """
+
+
+@runtime_checkable
+class HasLibraryHarnesses(Protocol):
+    """Optional protocol: a backend that trains models of another library too, such as Keras's on torch."""
+
+    def library_harness(self, library: str) -> Harness:
+        """Return the harness of a library's models. Raises `UnsupportedError` for a library that it does not know."""

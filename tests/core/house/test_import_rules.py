@@ -19,7 +19,7 @@ FRAMEWORKS = {
 }
 ENGINES = {"tensorflow": {"tensorflow"}, "torch": {"torch"}, "jax": {"jax"}}
 """Framework of an engine of `polyamp_keras`, whose modules begin with its name; they alone import it."""
-BASES = {"polyamp_tensorflow": {"polyamp_keras"}}
+BASES = {"polyamp_tensorflow": {"polyamp_keras"}, "polyamp_torch": {"polyamp_keras"}}
 """Backend -> the packages that it builds on."""
 FORWARDED = {"backends/polyamp_keras/__init__.py": "polyamp_tensorflow"}
 """Package -> the backend that it hands its names on to, and imports by its name only when Keras runs on it."""

@@ -96,6 +96,7 @@ KERAS_FLOORS = (
     ("models",),
     ("precision",),
     ("own_loop",),
+    ("harness",),
     ("",),
 )
 BACKEND_FLOORS = (
@@ -107,7 +108,7 @@ BACKEND_FLOORS = (
     ("porting",),
     ("observe",),
     ("integrations",),
-    ("harness",),  # the models of the conformance suite; `Backend.harness` makes it
+    ("harness", "keras_harness"),  # the models of the conformance suite; `Backend.harness` makes it
     ("backend",),
     ("", "lightning", "accelerate"),  # the package itself, and the public names of rooms further down
 )
