@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP: Final = "polyamp.backends"
 CHOICE_GROUP: Final = "polyamp.backend_choices"
+CONVERTER_GROUP: Final = "polyamp.converters"
+"""Entries of frameworks that run on several others: root module -> the converter of their models on all of them."""
 _BACKEND_ALIASES: Final = {"tf": "tensorflow", "pytorch": "torch", "pt": "torch"}
 """Other name of a framework -> backend name."""
 _NEUTRAL_ROOTS: Final = ("polyamp", "numpy")
@@ -100,6 +102,34 @@ def _chosen_name(name: str) -> str:
     """
     entry = entries().choices[name]
     return str(_load_entry(name, entry, lambda: entry.load()()))
+
+
+def converter_of_choice(model: Any) -> Any:
+    """Return the converter of a model of a framework that runs on several others, the same on all of them; None for a
+    model of another framework. Loads it if necessary."""
+    known = _converter_entries()
+    for base in type(model).__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in known and root in sys.modules:
+            return get_converter(root)
+    return None
+
+
+@functools.cache
+def get_converter(name: str) -> Any:
+    """Return the converter registered in `CONVERTER_GROUP` under a root module, and import it if necessary; None if
+    there is none.
+
+    Raises:
+        BackendNotInstalledError: the framework, or the one that it runs on, is missing.
+    """
+    entry = _converter_entries().get(name)
+    return None if entry is None else _load_entry(name, entry, entry.load)
+
+
+@functools.cache
+def _converter_entries() -> Mapping[str, EntryPoint]:
+    return _entries_of_group(CONVERTER_GROUP)
 
 
 @functools.cache

@@ -31,8 +31,8 @@ PRELOADED = [
     "polyamp.losses",
     "polyamp.train.rank_fingerprint",
     "polyamp_torch.backend",
-    "polyamp_torch.distributed.fingerprint",
-    "polyamp_torch.distributed.failure_guard",
+    "polyamp_torch.distributed.torch_only.fingerprint",
+    "polyamp_torch.distributed.torch_only.failure_guard",
 ]
 """What the server imports; `fully_shard` imports the compiler, which takes two seconds.
 

@@ -107,6 +107,9 @@ for _name in FRAMEWORKS:
 SUITES["conformance-keras-torch"] = Suite(
     [*CONFORMANCE, "--polyamp-backend=keras-torch"], 120, {"KERAS_BACKEND": "torch"}
 )
+SUITES["conformance-keras-jax"] = Suite(
+    [*CONFORMANCE, *QUICK_XLA, "--polyamp-backend=keras-jax"], 90, {"KERAS_BACKEND": "jax"}
+)
 SUITES["keras-jax"].command.extend(  # where `stateless_apply` is too; the engines import other frameworks
     ["--doctest-modules", "backends/polyamp_keras", "--ignore=backends/polyamp_keras/engines"]
 )

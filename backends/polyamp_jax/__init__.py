@@ -1,7 +1,8 @@
 """polyamp's JAX backend: training state as a pytree, steps compiled with `jax.jit`.
 
-It trains flax linen, flax nnx, equinox and haiku models and plain `(apply_fn, params)` pairs. It imports none of these
-libraries itself: each is recognised only if the user's program has imported it.
+It trains flax linen, flax nnx, equinox and haiku models, Keras models where Keras runs on JAX, and plain
+`(apply_fn, params)` pairs. It imports none of these libraries itself: each is recognised only if the user's program
+has imported it.
 
 Example:
     >>> import jax.numpy as jnp, polyamp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
-from polyamp.errors import GradientError, PolyampError
+from polyamp.errors import GradientError, PolyampError, UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -26,21 +25,21 @@ from polyamp.rules import step_checks
 from polyamp.rules.refresh import RefreshPlan
 from polyamp_jax import arrays
 from polyamp_jax.arrays import XP, dtype_name, named_leaves
+from polyamp_jax.distributed.jax_only.sharding_layout import gather_array, scalar_placement
+from polyamp_jax.distributed.replicas import check_axis_name
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.adapter import random_keys
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.own_loop.native_scaler import native_scaler
 from polyamp_jax.precision.autocast import autocast
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.policy_module import is_policy_module, master_weights
+from polyamp_jax.precision.policy_module import engine_and_path, follows_layer_policy, is_policy_module, master_weights
 from polyamp_jax.step import averages, error_hints, optimizer_metadata
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.forward_backward import scale_loss_value
 from polyamp_jax.step.grad_stats import global_norm_and_finite, unscale_leaf
-from polyamp_jax.step.jax_only.sharding_layout import gather_array, scalar_placement
 from polyamp_jax.step.refresh import refresh_state
-from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
     from polyamp.doctor.float8_probe import Float8Probe
@@ -153,7 +152,9 @@ class JaxBackend:
         return jax.tree.unflatten(structure, unscaled), finite
 
     def regularization(self, model: Any) -> Any:
-        return jnp.zeros((), jnp.float32)
+        if is_policy_module(model):
+            return engine_and_path(model)[0].adapter.regularization(model)
+        return adapt(model).adapter.regularization(model) if follows_layer_policy(model) else jnp.zeros((), jnp.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
         return master_weights(model) if is_policy_module(model) else named_leaves(adapt(model).params)
@@ -172,8 +173,9 @@ class JaxBackend:
                 `axis_name`: map an equinox module over the batch axis.
         """
         step_checks.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
-        check_policy(recipe.policy)
         parts = adapt(model, axis_name=options.get("axis_name"))
+        if not parts.adapter.applies_policy:
+            check_policy(recipe.policy)
         rngs = random_keys(options.get("rngs"), parts.adapter)
         return states_.create_state(parts, recipe, rngs, recipe.loss_scaler.init(self.name), self)
 
@@ -271,11 +273,19 @@ class JaxBackend:
             raise
 
     def averaged(self, state: Any) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext(self.averaged_model(state))
+        states_.check_not_donated(state)
+        return averages.averaged(state)
 
     def averaged_model(self, state: Any) -> Any:
         states_.check_not_donated(state)
         return averages.averaged_model(state)
+
+    def library_harness(self, library: str) -> Harness:
+        if library != "keras":
+            raise UnsupportedError(f"the library of a harness must be 'keras'. Received: {library!r}.")
+        from polyamp_jax.keras_harness import KerasJaxHarness
+
+        return KerasJaxHarness()
 
     def testing(self) -> Harness:
         from polyamp_jax.harness import JaxHarness

@@ -22,6 +22,20 @@ def native_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def variable_key(variable: Any) -> int:
+    """Return a key that two variables share if they are one: of the framework's variable, or of Keras's where the
+    framework has arrays only, of which two variables may hold the same."""
+    native = native_variable(variable)
+    return id(native if hasattr(native, "assign") or hasattr(native, "requires_grad") else variable)
+
+
+def numpy_dtype(array: Any) -> np.dtype[Any]:
+    """Return the NumPy dtype of a tensor or variable; 16-bit and 8-bit floats that NumPy lacks are of ml_dtypes."""
+    name = dtype_name(array)
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name, name))
+    return found
+
+
 def read_value(variable: Any) -> Any:
     """Return the value of a variable, Keras's or the framework's, as a tensor. TensorFlow's variables are none."""
     native = native_variable(variable)

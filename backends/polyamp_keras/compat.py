@@ -14,6 +14,7 @@ from typing import Any, Final
 import keras
 
 from polyamp.errors import UnsupportedError
+from polyamp_keras.arrays import dtype_name
 
 _SUPPORTED_VERSIONS: Final = "Use Keras 3.9 to 3.15"
 _PREPROCESSING_MODULES: Final = ("keras.src.layers.preprocessing.", "keras.layers.preprocessing.")
@@ -330,6 +331,22 @@ def set_build_function(model: Any, build: Callable[..., None]) -> None:
 def build_symbolically(model: Any, data_batch: Any) -> None:
     """Build a model, its metrics and its losses from the shapes and dtypes of a batch; nothing is computed."""
     model._symbolic_build(data_batch=data_batch)
+
+
+def replace_variable(variable: Any, value: Any) -> Any:
+    """Replace what a Keras variable contains, possibly by a value of another dtype.
+
+    Returns:
+        What it contained.
+    """
+    before = variable._value
+    variable._value, variable._dtype = value, dtype_name(value)
+    return before
+
+
+def layer_attributes(layer: Any) -> dict[str, Any]:
+    """Return the attributes of a layer. On torch, where a layer is an nn.Module, its layers are kept apart."""
+    return {**vars(layer), **vars(layer).get("_modules", {})}
 
 
 # Files.

@@ -6,13 +6,14 @@ Only the module of the current backend is imported: a process with Keras on torc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol, cast
 
 import keras
 
 from polyamp.array_namespace import ArrayNamespace
+from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 
 
 class KerasEngine(Protocol):
@@ -56,6 +57,33 @@ class KerasEngine(Protocol):
 
     def kernel_update(self, spec: Any, rate: Any, counts: Any, /) -> Any:
         """Return the framework's own update of a parameter by a spec, a function; None if it has none."""
+
+    def host_values(self, variable: Any, /) -> HostArray:
+        """Return the values of a variable, Keras's or the framework's, which later writes do not change."""
+
+    def from_host(self, values: HostArray, /) -> Any:
+        """Return a copy of an array of any strides in a form that a variable can be assigned."""
+
+    def cast_variable(self, variable: Any, dtype: str, /) -> Any:
+        """Return what a Keras variable contains, as a new one in another dtype."""
+
+    def trace_state(self) -> Any:
+        """Return what is equal for two calls only if none of them is in a trace inside of the other's."""
+
+    def differentiate(
+        self, call: ObservedCall, variables: Sequence[Any], cotangents: Callable[[Sequence[HostArray]], Any], /
+    ) -> Differentiation:
+        """Run `call`, and return the gradients of the sum of its floating outputs times `cotangents(outputs)` by the
+        variables, zeros for a variable that they do not depend on."""
+
+    def check_gradients(self, kinds: Collection[str], call: str, instead: str, /) -> None:
+        """Raise if this process cannot compute gradients of layers of these canonical kinds.
+
+        Args:
+            kinds: the kinds.
+            call: the call that would compute them.
+            instead: the alternative, for the message.
+        """
 
     def write_fit_state(self, model: Any, /) -> None:
         """Write the values of the last step of `fit` to the model's variables, if they are kept elsewhere."""

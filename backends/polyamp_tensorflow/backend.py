@@ -28,6 +28,7 @@ from polyamp_keras.precision import regularization_losses
 from polyamp_keras.precision.apply_policy import dtype_policy
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
+from polyamp_tensorflow.distributed.replicas import find_replicas
 from polyamp_tensorflow.losses import TensorFlowLosses
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer, native_scaler
 from polyamp_tensorflow.precision import autocast as policies
@@ -35,9 +36,7 @@ from polyamp_tensorflow.precision.policy_module import module_parameters
 from polyamp_tensorflow.step import averages, error_hints, optimizer_metadata, step
 from polyamp_tensorflow.step import grad_stats as scaling
 from polyamp_tensorflow.step.accumulation import accumulate_gradients
-from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.refresh import refresh_state
-from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
 from polyamp_tensorflow.step.update import update_states
@@ -86,9 +85,7 @@ class TensorFlowBackend:
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)
         policies.require_tensorflow()
-        strategy = tf.distribute.get_strategy()
-        if has_several_replicas(strategy):
-            check_strategy(strategy)
+        find_replicas()  # raises if their strategy is not supported
         check_is_model(model)
         check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
         return TensorFlowState(model, recipe, self)

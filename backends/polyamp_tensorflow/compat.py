@@ -22,17 +22,6 @@ def is_merge_call_unavailable() -> bool:
     return bool(tf.__internal__.distribute.strategy_supports_no_merge_call())
 
 
-def replace_variable(variable: Any, value: Any) -> Any:
-    """Replace the `tf.Variable` inside a Keras variable, possibly by one of another dtype.
-
-    Returns:
-        The previous `tf.Variable`.
-    """
-    before = variable._value
-    variable._value, variable._dtype = value, value.dtype.name
-    return before
-
-
 # Writes in a graph.
 
 

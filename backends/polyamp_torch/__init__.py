@@ -9,7 +9,7 @@ from polyamp.backend_lookup import check_framework
 check_framework(__name__, "torch", "torch")
 
 from polyamp_torch.backend import BACKEND, TorchBackend
-from polyamp_torch.distributed.fsdp_mixed_precision import fully_shard, mixed_precision_policy
+from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import fully_shard, mixed_precision_policy
 from polyamp_torch.own_loop.native_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, carried
 from polyamp_torch.precision.torch_only.custom_autograd_function import custom_bwd, custom_fwd

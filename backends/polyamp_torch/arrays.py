@@ -186,3 +186,8 @@ def output_tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from output_tensors(getattr(tree, field.name, None))
+
+
+def can_read_without_sync(device: torch.device) -> bool:
+    """Return whether the host can read a scalar without a synchronisation, outside of compilation."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()

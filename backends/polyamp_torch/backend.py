@@ -26,14 +26,15 @@ from polyamp.trees import leaves, map_tree
 from polyamp_torch import arrays
 from polyamp_torch.arrays import XP, dtype_name
 from polyamp_torch.compat import foreach_mul
-from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
+from polyamp_torch.distributed import replicas
+from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.native_scaler import GradScaler, native_scaler
 from polyamp_torch.precision.autocast import autocast, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
 from polyamp_torch.precision.torch_only.keras_layers import is_keras_model
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
-from polyamp_torch.step import averages, error_hints, forward_backward, optimizer_metadata, replicas, step, update
+from polyamp_torch.step import averages, error_hints, forward_backward, optimizer_metadata, step, update
 from polyamp_torch.step.grad_stats import global_norm, scale_reciprocal
 from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState

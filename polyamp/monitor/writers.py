@@ -6,11 +6,13 @@ that too. None of them may end a training: `Monitor` warns once if one fails, an
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.monitor.records import MonitorHeader, MonitorRecord, encode_line
@@ -29,18 +31,31 @@ class MonitorWriter(Protocol):
 
 
 class _FileWriter:
-    """A text file that is opened at the first line and flushed after each."""
+    """A file that is opened at the first line and written to without a buffer. What comes after `close` is appended."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise ArgumentError(f"path must be a file's path. Received: {describe_value(path)}.")
         self.path = Path(path)
-        self._file: IO[str] | None = None
+        self._file: io.FileIO | None = None
+        self._has_lines = False
 
-    def _open(self) -> IO[str]:
+    def _append(self, lines: str) -> None:
+        """Write whole lines, or none: what a full disk cuts off is taken back."""
         if self._file is None:
-            self._file = self.path.open("w", encoding="utf-8", newline="")
-        return self._file
+            self._file = io.FileIO(self.path, "ab" if self._has_lines else "wb")
+        file = self._file
+        end = file.tell()
+        rest = lines.encode()
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a device, which has no length
+                file.truncate(end)
+            self.close()
+            raise
+        self._has_lines = True
 
     def close(self) -> None:
         """Close the file."""
@@ -55,7 +70,7 @@ class _FileWriter:
 class JsonLinesWriter(_FileWriter):
     """Writes a header and one line per record, which `polyamp monitor FILE` draws.
 
-    Each line is written in one call and flushed: after a crash the file has all records but, at most, the last.
+    Each line is written at once and whole: after a crash the file has all records but, at most, the last.
 
     Args:
         path: of the file, which is replaced.
@@ -63,16 +78,11 @@ class JsonLinesWriter(_FileWriter):
 
     def begin(self, header: MonitorHeader) -> None:
         """Write the header."""
-        self._line(encode_line(header))
+        self._append(encode_line(header) + "\n")
 
     def write(self, record: MonitorRecord) -> None:
         """Write a record."""
-        self._line(encode_line(record))
-
-    def _line(self, text: str) -> None:
-        file = self._open()
-        file.write(text + "\n")
-        file.flush()
+        self._append(encode_line(record) + "\n")
 
 
 class CsvWriter(_FileWriter):
@@ -84,13 +94,12 @@ class CsvWriter(_FileWriter):
 
     def write(self, record: MonitorRecord) -> None:
         """Write a record."""
-        is_new = self._file is None
-        file = self._open()
-        table = csv.writer(file)
-        if is_new:
+        lines = io.StringIO(newline="")
+        table = csv.writer(lines)
+        if not self._has_lines:
             table.writerow(_COLUMNS)
         table.writerow([getattr(record, name) for name in _COLUMNS])
-        file.flush()
+        self._append(lines.getvalue())
 
 
 class TrackerWriter:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyamp.contract import registry
 from polyamp.errors import ArgumentError, PortError, describe_value, did_you_mean
 from polyamp.files import as_path, missing_file_error
 from polyamp.porting.files import canonical_file, file_formats
@@ -133,9 +132,7 @@ def convert(
             canonical_file.write(canonical, goal)
         return PortReport([PortedLayer(path, path, layer.kind, "name") for path, layer in canonical.items()])
     side = make_model_side(_build_model(into), None, f"--into {into}")
-    if chosen != file_formats.CANONICAL and not file_formats.is_same_backend(
-        chosen, registry.backend_for(side.model).name
-    ):
+    if chosen != file_formats.CANONICAL and file_formats.file_converter(chosen, goal) is not side.converter:
         raise PortError(
             f"{goal} would be a file of {chosen}, and --into {into} makes a model of {side.inventory.framework}. "
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."

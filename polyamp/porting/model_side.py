@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from polyamp.backend_lookup import converter_of_choice
 from polyamp.contract import registry
 from polyamp.errors import PortError, UnsupportedError, describe_value
 from polyamp.porting.layouts.canonical_model import Canonical, to_canonical
@@ -64,10 +65,28 @@ def make_model_side(model: Any, batch: Any, call: str, *, files: bool = False) -
         from polyamp.porting.files.file_formats import file_inventory
 
         return ModelSide(file_inventory(model), None, model)
+    converter = find_converter(model, call)
+    return ModelSide(converter.inventory(model, batch), converter, model)
+
+
+def find_converter(model: Any, call: str) -> Converter:
+    """Return the converter of a model: that of its backend, or of a framework that runs on several, as Keras does.
+
+    Args:
+        model: the model.
+        call: the call for messages.
+
+    Raises:
+        UnsupportedError: its backend cannot move models.
+        BackendError: no backend recognises it.
+    """
+    own: Converter | None = converter_of_choice(model)
+    if own is not None:
+        return own
     backend = registry.backend_for(model)
     if not isinstance(backend, HasConverter):
         raise UnsupportedError(
             f"{call}: the {backend.name} backend of this version has no converter (`porting`), so that its models "
             "cannot be moved."
         )
-    return ModelSide(backend.porting.inventory(model, batch), backend.porting, model)
+    return backend.porting

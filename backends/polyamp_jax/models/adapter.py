@@ -7,13 +7,17 @@ Each library's adapter is in its file in `adapters`.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key, path_name
@@ -32,11 +36,14 @@ class ModelAdapter(abc.ABC):
         stream: name of the random stream if `rngs` is a bare seed or key; None if the streams must be named.
         module: module class or classes of the library; empty if its models have no modules.
         is_mutable: whether the library's models change in place.
+        applies_policy: whether the library's own layers follow the policy, so that no interpreter runs the model and
+            its parameters are not cast.
     """
 
     stream: ClassVar[str | None] = None
     module: ClassVar[type | tuple[type, ...]] = ()
     is_mutable: ClassVar[bool] = False
+    applies_policy: ClassVar[bool] = False
 
     @property
     def pinned(self) -> frozenset[str]:
@@ -64,6 +71,15 @@ class ModelAdapter(abc.ABC):
             model: for a mutable model, the user's own model if the pass is to change it.
         """
         return ModelPass(self, params, masters, running)
+
+    def resolve_policy(self, policy: Policy, params: Any, running: RunningState) -> ResolvedPolicy:
+        """Return a policy resolved for the model. Raises `PolicyError`: an override matches no module."""
+        return policy.plan(module_paths(ModelParts(self, params, running)), backend="jax")
+
+    @classmethod
+    def forward_scope(cls, engines: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a context manager around a call of `loss_fn` with models of this library, one per engine."""
+        return contextlib.nullcontext()
 
     def view(self, params: Any, running: RunningState) -> Any:
         """Return the object that attributes are read from, with the given parameters and running state."""
@@ -96,6 +112,23 @@ class ModelAdapter(abc.ABC):
     @abc.abstractmethod
     def join(self, params: Any, running: RunningState) -> Any:
         """Return the model in its native form."""
+
+    def exchange(self, params: Any, running: RunningState) -> AbstractContextManager[Any]:
+        """Return a context manager that yields the model with other values; a model of the user's has its own again
+        when it ends."""
+        return contextlib.nullcontext(self.join(params, running))
+
+    def copy(self, params: Any, running: RunningState) -> Any:
+        """Return a model of its own with the values. Raises `UnsupportedError`: the model cannot be copied."""
+        return self.join(params, running)
+
+    def check_unchanged(self) -> None:
+        """Raise if a model of the user's has changed in a way that a compiled step would not notice."""
+        return  # the adapter has no model: it is part of the state
+
+    def regularization(self, part: Any) -> Any:
+        """Return the sum of the losses that the model, or a part of it, adds (S25), float32 scalar."""
+        return jnp.zeros((), jnp.float32)
 
     def find_stream_problem(self, names: Collection[str]) -> str | None:
         """Return why the library cannot use random streams of these names, or None."""

@@ -15,7 +15,7 @@ from polyamp_jax import compat
 from polyamp_jax.models.adapter import ModelParts, describe_kind
 
 ACCEPTED_MODELS: Final = (
-    "an nnx.Module, an equinox module, (equinox module, eqx.nn.State), (linen_module, variables), "
+    "an nnx.Module, a built keras.Model, an equinox module, (equinox module, eqx.nn.State), (linen_module, variables), "
     "(hk.Transformed, params), (hk.TransformedWithState, (params, state)) or (apply_fn, params)"
 )
 
@@ -28,16 +28,27 @@ class Library(NamedTuple):
         module: the module that defines its model classes.
         classes: names of the classes of a model, or of the first item of a model's tuple.
         maps_examples: whether `axis_name=` maps its models over the batch.
+        applies_policy: whether its own layers follow the policy (`ModelAdapter.applies_policy`).
     """
 
     name: str
     module: str
     classes: tuple[str, ...]
     maps_examples: bool = False
+    applies_policy: bool = False
 
     def file_in(self, folder: str) -> Any:
         """Return the library's file in a folder, such as "models.adapters"."""
-        return importlib.import_module(f"polyamp_jax.{folder}.{self.name}")
+        name = f"polyamp_jax.{folder}.{self.name}"
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise UnsupportedError(
+                f"{folder.partition('.')[0]}: polyamp does not do this for models of {self.name} on JAX. Use a model "
+                "of flax, equinox or haiku."
+            ) from error
 
     def has_class_of(self, value: Any) -> bool:
         """Return whether a value is an instance of a model class. False if the program has not imported the library."""
@@ -48,6 +59,7 @@ FUNCTIONS: Final = Library("function", "", ())
 """Plain functions with their parameters: pairs of a callable and a pytree."""
 
 LIBRARIES: Final = (
+    Library("keras", "keras", ("Layer",), applies_policy=True),  # before nnx, whose modules nnx-enabled layers are
     Library("equinox", "equinox", ("Module",), maps_examples=True),
     Library("nnx", "flax.nnx", ("Module",)),
     Library("linen", "flax.linen", ("Module",)),

@@ -13,9 +13,9 @@ from polyamp.errors import LossScaleError
 from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules.step_checks import check_options
 from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
+from polyamp_jax.distributed.replicas import AxisName, check_axis_name, find_replicas
 from polyamp_jax.own_loop.gradients import argument_gradients, unscale_gradients
 from polyamp_jax.own_loop.skip_report import non_finite_names
-from polyamp_jax.step.replicas import AxisName, check_axis_name, find_replicas
 
 
 def native_scaler(scaler: LossScaler, **options: Any) -> Callable[..., Any]:

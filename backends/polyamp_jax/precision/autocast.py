@@ -19,7 +19,13 @@ from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operat
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, innermost_policy_scope
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.policy_module import PolicyModule, autocast_model, engine_and_path, is_policy_module
+from polyamp_jax.precision.policy_module import (
+    PolicyModule,
+    autocast_model,
+    engine_and_path,
+    follows_layer_policy,
+    is_policy_module,
+)
 
 NO_AUTOCAST_MESSAGE: Final = (
     "explain reports what autocast does, and this policy does not use it: it has mode='cast', or computes in the dtype "
@@ -100,7 +106,8 @@ def record_operations(target: Any, policy: Policy, *inputs: Any, strict: bool = 
 
 
 def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | None) -> Callable[..., Any]:
-    check_policy(policy)
+    if not follows_layer_policy(target):
+        check_policy(policy)
     if isinstance(target, PolicyModule):  # belongs to a step with another policy
         return target._polyamp_with_policy(policy)
     if is_policy_module(target):

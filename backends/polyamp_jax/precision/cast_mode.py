@@ -17,10 +17,10 @@ from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operat
 def compute_params(params: Any, adapter: ModelAdapter, plan: ResolvedPolicy) -> Any:
     """Return the parameters that a pass computes with: the masters in mode "autocast", their casts in mode "cast".
 
-    A cast has the policy's dtype or that of an override of its module (S5). If no dtype differs, the masters themselves
-    are returned.
+    So they are for a library whose layers apply the policy. A cast has the policy's dtype or that of an override of
+    its module (S5). If no dtype differs, the masters themselves are returned.
     """
-    if has_interpreted_operations(plan):
+    if adapter.applies_policy or has_interpreted_operations(plan):
         return params
 
     def one(path: Any, leaf: Any) -> Any:

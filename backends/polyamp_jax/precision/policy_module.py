@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 
-from polyamp.errors import ModelError, RecipeError
+from polyamp.errors import ModelError, RecipeError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.adapter import module_paths
-from polyamp_jax.models.libraries import adapt
+from polyamp_jax.models.libraries import adapt, library_of
 from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
 from polyamp_jax.models.module_proxy import (
     TRANSFORMED_LOSS_ERROR,
@@ -33,6 +32,12 @@ from polyamp_jax.models.module_proxy import (
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.jax_only.policy_engine import NativePolicyEngine, PolicyEngine
+
+LAYERS_CAST_ERROR: Final = (
+    "the layers of a Keras model cast, each to its own dtype, and polyamp's op lists do not act in it. Received: "
+    "{kind} for explain, or strict=True. polyamp_keras.apply_policy(model, policy).choices has the dtype of each layer."
+)
+"""Error message for what the interpreter records, of a model that it does not run."""
 
 
 class PolicyModule:
@@ -169,13 +174,30 @@ def make_policy_module(engine: PolicyEngine) -> Any:
 
 def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = None, strict: bool = False) -> Any:
     """Wrap a native model so that calls and reads follow the policy. Each call sees the model's current values."""
-    plan = policy.plan(module_paths(adapt(model)), backend="jax")
+    library = library_of(model)
+    if library is not None and library.applies_policy:
+        module = library.file_in("models.adapters")
+        if not module.is_built(model):
+            return module.build_at_first_call(model, lambda: autocast_model(model, policy, strict=strict))
+    parts = adapt(model)
+    plan = parts.adapter.resolve_policy(policy, parts.params, parts.running)
+    if parts.adapter.applies_policy and (strict or recorder is not None):
+        raise UnsupportedError(LAYERS_CAST_ERROR.format(kind=type(model).__name__))
     return make_policy_module(NativePolicyEngine(model, plan, recorder=recorder, strict=strict))
 
 
 def is_policy_module(value: Any) -> bool:
     """Return whether a value is a model, or a part of one, under a policy."""
     return isinstance(value, PolicyModule) or is_proxy(value)
+
+
+def follows_layer_policy(model: Any) -> bool:
+    """Return whether the layers of a native or bound model apply the policy, as those of Keras do."""
+    if is_proxy(model):
+        found: Any = binding_of(model)
+        return isinstance(engine := found.find_engine(), PolicyEngine) and engine.adapter.applies_policy
+    library = library_of(model)
+    return library is not None and library.applies_policy
 
 
 def master_weights(model: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.loss_weights import TermTotals, WeightFunction
 from polyamp_jax.arrays import named_leaves
+from polyamp_jax.distributed.replicas import AxisName, ShardMapReplicas, find_replicas
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.forward_backward import (
     PassResult,
@@ -28,7 +29,6 @@ from polyamp_jax.step.forward_backward import (
 from polyamp_jax.step.grad_stats import unscale_leaf
 from polyamp_jax.step.loss_weights import LossWeighting, batch_shapes, multiply_by_weight, weight_divisor
 from polyamp_jax.step.optimizers import leaves_like, widen_parameters
-from polyamp_jax.step.replicas import AxisName, ShardMapReplicas, find_replicas
 from polyamp_jax.step.state import JaxState
 
 _ScanCarry = tuple[RunningState, Any]

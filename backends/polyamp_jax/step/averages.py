@@ -6,6 +6,7 @@ The states are `JaxState`s, annotated as `Any` because `state` imports this modu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -73,11 +74,23 @@ def moved_averages(state: Any, params: Any, statistics: Any, step: Any, applied:
 
 
 def averaged_model(state: Any) -> Any:
-    """Return the model with copies of the averages, and of everything else."""
+    """Return a model of its own with copies of the averages, and of everything else.
+
+    Raises:
+        UnsupportedError: the model cannot be copied.
+    """
+    return state.setup.adapter.copy(*_averaged_values(state))
+
+
+def averaged(state: Any) -> AbstractContextManager[Any]:
+    """Return a context manager that yields the model with copies of the averages, and of everything else."""
+    return state.setup.adapter.exchange(*_averaged_values(state))  # type: ignore[no-any-return]  # the state is Any
+
+
+def _averaged_values(state: Any) -> tuple[Any, Any]:
+    """Return the parameters and the running state with the averages."""
     statistics = _replace_leaves(state.running.statistics, state.averages.get("running", {}))
-    return state.setup.adapter.join(
-        copy_arrays(averaged_parameters(state)), copy_arrays(state.running._replace(statistics=statistics))
-    )
+    return copy_arrays(averaged_parameters(state)), copy_arrays(state.running._replace(statistics=statistics))
 
 
 def averaged_parameters(state: Any) -> Any:

@@ -16,13 +16,12 @@ from polyamp.errors import (
     ModelError,
     PolyampError,
     RecipeError,
-    ReplicaError,
     TraceError,
     describe_value,
 )
-from polyamp.rules.rank_group import format_error, format_ranks
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
+from polyamp_jax.distributed.jax_only.collective_errors import other_process_error
 from polyamp_jax.models.module_proxy import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.precision.policy_module import is_policy_module
 
@@ -32,7 +31,6 @@ _CONCRETE_VALUE_ERRORS: Final = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-_COLLECTIVE_ERROR_PATTERN: Final = re.compile(r"(Gloo|NCCL) \S+ (failed|operation)|Gloo context initialization failed")
 _VALUE_READ_HINTS: Final = {
     "TracerBoolConversionError": "Python cannot branch on one with if, and, or, not",
     "TracerArrayConversionError": "NumPy cannot take one",
@@ -86,23 +84,6 @@ def explain_error(error: Exception, batch: Any, *, casts: bool = False) -> Polya
     if isinstance(error, TypeError) and "as an abstract array" in text:
         return _batch_leaf_error(batch)
     return None
-
-
-def other_process_error(error: Exception) -> ReplicaError | None:
-    """Return the error to raise in place of a failed collective's, or None for any other error.
-
-    With two processes the other one is named. With more, JAX does not report which one until its service misses it.
-    """
-    if not _COLLECTIVE_ERROR_PATTERN.search(str(error)) or jax.process_count() == 1:
-        return None
-    others = [number for number in range(jax.process_count()) if number != jax.process_index()]
-    names = format_ranks(others).replace("ranks", "processes").replace("rank", "process")
-    reason = "ended, raised or was killed" if len(others) == 1 else "did not all take part: one ended, raised or died"
-    return ReplicaError(
-        f"{names} {reason}: a collective of process {jax.process_index()} failed ({format_error(error, 200)}). Look at "
-        "what the others printed. Start all processes again and polyamp.restore the last checkpoint: this state is not "
-        "to be used again."
-    )
 
 
 def _batch_leaf_error(batch: Any) -> BatchError | None:

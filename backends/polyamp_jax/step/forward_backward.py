@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import TraceError
+from polyamp.errors import TraceError, UnsupportedError
 from polyamp.results import LossFunction
 from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
+from polyamp_jax.distributed.replicas import ShardMapReplicas, check_known_shards
 from polyamp_jax.models.parameter_writes import conform_writes, overlay_writes
 from polyamp_jax.models.running_state import RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params
-from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
+from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine, forward_scopes
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step.error_hints import check_aux
 from polyamp_jax.step.loss_weights import LossWeighting, batch_rows, batch_shapes, to_weight
 from polyamp_jax.step.output_figures import WatchedLoss
-from polyamp_jax.step.replicas import ShardMapReplicas, check_known_shards
 from polyamp_jax.step.state import JaxState
 from polyamp_jax.step.unused_parameters import gradient_mask, reduce_scatter_mask
 
@@ -81,6 +81,11 @@ def run_pass(
     """
     check_has_rows(shape[0] for _, shape in batch_shapes(batch) if shape)
     watched = loss_fn if isinstance(loss_fn, WatchedLoss) else None
+    if watched is not None and any(state.setup.adapter.applies_policy for state in states):
+        raise UnsupportedError(
+            "Monitor(activations=...) does not measure the outputs of Keras's layers on JAX. Leave out activations=: "
+            "gradients, parameters and the scale are monitored, per layer too."
+        )
     loss_fn = loss_fn if watched is None else watched.loss_fn
     tagged, engine_class = (
         (contextlib.nullcontext, PolicyEngine)
@@ -108,7 +113,7 @@ def run_pass(
             for state, own, *parts in zip(states, masters, params, running, keys, strict=True)
         ]
         models = tuple(map(make_policy_module, engines))
-        with matmul_precision(states[0].setup.plan), tagged():
+        with matmul_precision(states[0].setup.plan), tagged(), forward_scopes(engines):
             result, found = loss_weights.call_loss_fn(loss_fn, models[0] if len(models) == 1 else models, batch)
         loss = loss_weights.parse_loss_output(
             result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or batch_rows(batch)

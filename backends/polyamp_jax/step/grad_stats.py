@@ -18,7 +18,7 @@ from polyamp.results import Gradients
 from polyamp.rules import step_checks
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, named_leaves, path_name
-from polyamp_jax.step.jax_only.sharding_layout import is_auto_sharded
+from polyamp_jax.distributed.jax_only.sharding_layout import is_auto_sharded
 from polyamp_jax.step.optimizers import leaves_like
 from polyamp_jax.step.state import JaxState
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from polyamp.monitor.slots import MonitorSlots, OutputFigures
 from polyamp.results import LossFunction
 from polyamp_jax import compat
+from polyamp_jax.distributed.replicas import AxisName
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
-from polyamp_jax.step.replicas import AxisName
 
 
 class OutputWatch(Protocol):

@@ -10,137 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from polyamp.contract.sharded_state import ArrayForm, StateProcesses
-from polyamp.errors import BackendNotInstalledError, CheckpointError, ReplicaError, UnsupportedError
-from polyamp.rules.rank_group import RankGroup
-from polyamp.rules.single_file_save import SingleWriter
+from polyamp.errors import BackendNotInstalledError, CheckpointError, UnsupportedError
 from polyamp.train.checkpoint_processes import SingleProcess, check_array_forms
-from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, shape_struct
-from polyamp_jax.step.error_hints import other_process_error
+from polyamp_jax.distributed.jax_only.coordination_store import coordination_writer
+from polyamp_jax.distributed.processes import JaxProcesses, JaxReplicatedProcesses
 from polyamp_jax.step.state import JaxState, check_not_donated, export_arrays, named_state_arrays
 
 Array = np.ndarray[Any, Any]
 _ORBAX_FOLDER: Final = "orbax"
-_PREFIX: Final = "polyamp/"
-_LONGEST_WAIT: Final = 1800.0
-"""Seconds that a process waits for the writing process. JAX itself ends it earlier if the writer has ended."""
-_Value = TypeVar("_Value")
-
-
-_writer_cache: Final[list[Any]] = []
-"""The service's client and the writer that uses it."""
-
-
-class CoordinationStore:
-    """`RankStore` over JAX's coordination service, which ends with process 0. Process 0 waits for the others.
-
-    Args:
-        client: the service's client, whose calls have their own time limits.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def reach(self) -> None:
-        """See `RankStore`."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """See `RankStore`."""
-        _call_service(lambda: self._client.key_value_set_bytes(_PREFIX + key, value, allow_overwrite=True))
-
-    def get(self, key: str, seconds: float) -> bytes | None:
-        """See `RankStore`."""
-        try:
-            found: bytes = self._client.blocking_key_value_get_bytes(_PREFIX + key, max(1, int(1000 * seconds)))
-        except RuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise ConnectionError(str(error)) from error
-        return found
-
-    def add(self, key: str, number: int) -> int:
-        """See `RankStore`. An older JAX has no counters: `number` is then returned, as for the first process."""
-        count = getattr(self._client, "key_value_increment", None)
-        return number if count is None else _call_service(lambda: int(count(_PREFIX + key, number)))
-
-
-def _coordination_writer() -> SingleWriter | None:
-    """Return this process's single writer, or None if there is no coordination service."""
-    client = compat.coordination_client()
-    if client is None:
-        return None
-    if not _writer_cache or _writer_cache[0] is not client:
-        group = RankGroup(CoordinationStore(client), jax.process_index(), range(jax.process_count()), _LONGEST_WAIT)
-        _writer_cache[:] = [client, SingleWriter(group)]
-    found: SingleWriter = _writer_cache[1]
-    return found
-
-
-def _call_service(call: Callable[[], _Value]) -> _Value:
-    try:
-        return call()
-    except RuntimeError as error:
-        raise ConnectionError(str(error)) from error
-
-
-class JaxProcesses:
-    """`StateProcesses` of `jax.distributed`."""
-
-    def __init__(self) -> None:
-        self.rank = jax.process_index()
-        self.count = jax.process_count()
-
-    def gather(self, message: bytes) -> list[bytes]:
-        """Return the message of each process, by rank.
-
-        Raises:
-            ReplicaError: a process ended, or did not respond in time.
-        """
-        try:
-            lengths = np.asarray(multihost_utils.process_allgather(np.asarray([len(message)], np.int32))).ravel()
-            padded = np.zeros(max(1, int(lengths.max())), np.uint8)
-            padded[: len(message)] = np.frombuffer(message, np.uint8)
-            every = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
-        except (RuntimeError, ValueError) as error:
-            if other_process_error(error) is not None:  # `collective_call` reports which process
-                raise
-            raise ReplicaError(
-                f"process {self.rank} heard nothing of another one while a checkpoint was saved or restored: that one "
-                f"ended, or hangs ({error}). The last complete checkpoint is whole; start all anew from it."
-            ) from error
-        return [row[:length].tobytes() for row, length in zip(every, lengths, strict=True)]
-
-    @contextlib.contextmanager
-    def collective_call(self, what: str) -> Iterator[None]:
-        """Run a call that needs every process, and name a process that has ended (`HasCollectiveCalls`)."""
-        try:
-            yield
-        except Exception as error:
-            parted = other_process_error(error)
-            if parted is None:
-                raise
-            raise ReplicaError(f"{parted} (In {what}; the last complete checkpoint is whole.)") from error
-
-
-class JaxReplicatedProcesses(JaxProcesses):
-    """Processes of a state that is fully replicated on every process."""
-
-    def __init__(self, state: JaxState, writer: SingleWriter) -> None:
-        super().__init__()
-        self._state, self._writer = state, writer
-
-    def write_by_one(self, path: str, write_file: Callable[[], None], file_version: Callable[[], Any]) -> None:
-        """See `polyamp.contract.sharded_state.HasReplicas`."""
-        self._writer.write(path, str(int(np.asarray(self._state.step))), write_file, file_version)
 
 
 @contextlib.contextmanager
@@ -234,7 +120,7 @@ class JaxShardedState:
 def _state_processes(state: JaxState, shared: Sequence[Any]) -> StateProcesses:
     if not shared:
         return SingleProcess()
-    writer = _coordination_writer() if all(leaf.is_fully_replicated for leaf in shared) else None
+    writer = coordination_writer() if all(leaf.is_fully_replicated for leaf in shared) else None
     return JaxProcesses() if writer is None else JaxReplicatedProcesses(state, writer)
 
 

@@ -29,11 +29,11 @@ from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_jax import compat
 from polyamp_jax.arrays import copy_arrays, dtype_name, is_key, named_leaves, to_numpy
+from polyamp_jax.distributed.jax_only.sharding_layout import ShardingLayout, commit_to_devices, find_sharding_layout
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue, module_paths, parameter_leaves
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.averages import Averages, averaged_values
 from polyamp_jax.step.jax_only.native_transformations import check_extra_arguments, check_outermost
-from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, commit_to_devices, find_sharding_layout
 from polyamp_jax.step.optimizers import lagging_parameters, make_transformation, widen_parameters
 
 
@@ -248,7 +248,7 @@ def create_state(
     """
     named = named_leaves(parts.params)
     step_checks.check_parameters([(path, dtype_name(leaf)) for path, leaf in named.items()], recipe)
-    plan = recipe.policy.plan(module_paths(parts), backend="jax")
+    plan = parts.adapter.resolve_policy(recipe.policy, parts.params, parts.running)
     groups = resolve_group_members(
         recipe, named, lambda: parameter_leaves(parts), backend="jax", modules=lambda: module_paths(parts)
     )

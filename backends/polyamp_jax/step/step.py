@@ -19,10 +19,10 @@ from polyamp.results import Gradients, LossFunction, StepResult
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.rules.update_decision import Skip
 from polyamp_jax.arrays import is_key, materialize, prepare_batch
+from polyamp_jax.distributed.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
+from polyamp_jax.distributed.replicas import AxisName
 from polyamp_jax.step import accumulation
-from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
 from polyamp_jax.step.output_figures import OutputWatch, WatchedLoss, with_output_figures
-from polyamp_jax.step.replicas import AxisName
 from polyamp_jax.step.state import JaxState, is_donated
 from polyamp_jax.step.update import update_states
 
@@ -99,6 +99,7 @@ class JaxTrainStep:
         return call.lower(state, batch, self._host_inputs(state, batch))
 
     def _host_inputs(self, state: JaxState, batch: Any) -> HostKnownInputs:
+        state.setup.adapter.check_unchanged()
         return HostKnownInputs(
             state.lagging, state.layout, row_shard_counts(batch) if state.recipe.accumulate_steps > 1 else None
         )
@@ -139,6 +140,8 @@ def value_and_grad(
 
     def go_on(states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
         batch = prepare_batch(batch, states[0].setup.plan, compiled=compiled)
+        for state in states:
+            state.setup.adapter.check_unchanged()
         try:
             value, gradients = call([s.resume_streams() for s in states], batch, tuple(s.layout for s in states))
         except Exception as error:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
+from jax.extend import core as extend_core
 
 from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
+from polyamp_keras.arrays import native_variable
 from polyamp_keras.compat import is_nnx_enabled, set_fit_state
+from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 
 FRAMEWORK: Final = "JAX"
 DTYPE_ERRORS: Final = ()
@@ -95,6 +99,60 @@ def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[N
 def to_dense(gradient: Any, like: Any) -> Any:
     """Return a gradient as it is: Keras has dense ones on this backend."""
     return gradient
+
+
+def host_values(variable: Any) -> HostArray:
+    """Return the values of a variable or array on the host, which JAX does not change."""
+    return np.asarray(native_variable(variable))
+
+
+def from_host(values: HostArray) -> Any:
+    """Return an array of JAX's own, which shares no memory with the given one."""
+    return jnp.array(values)
+
+
+def cast_variable(variable: Any, dtype: str) -> Any:
+    """Return an array in another dtype."""
+    return native_variable(variable).astype(dtype)
+
+
+def trace_state() -> Any:
+    """Return an identifier of the current trace. It is equal for two calls in one trace."""
+    module: Any = extend_core if hasattr(extend_core, "get_opaque_trace_state") else jax.core
+    return module.get_opaque_trace_state(convention="flax")
+
+
+def differentiate(
+    call: ObservedCall, variables: Sequence[Any], cotangents: Callable[[Sequence[HostArray]], Any]
+) -> Differentiation:
+    """Return outputs and gradients of a call; see `KerasEngine.differentiate`."""
+    keys: list[Any] = []
+
+    @jax.jit
+    def run(values: Sequence[Any]) -> Any:
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            outputs, observed = call()
+        keys[:] = observed
+        return list(outputs), list(observed.values())
+
+    outputs, backward, observed = jax.vjp(run, [native_variable(variable) for variable in variables], has_aux=True)
+    given = [np.asarray(output) for output in outputs]
+    factors = [
+        jnp.asarray(factor, output.dtype)
+        if jnp.issubdtype(output.dtype, jnp.inexact)
+        else np.zeros(output.shape, jax.dtypes.float0)
+        for output, factor in zip(outputs, cotangents(given), strict=True)
+    ]
+    (gradients,) = backward(factors)
+    return Differentiation(
+        given,
+        [np.asarray(gradient, np.float32) for gradient in gradients],
+        dict(zip(keys, map(np.asarray, observed), strict=True)),
+    )
+
+
+def check_gradients(kinds: Collection[str], call: str, instead: str) -> None:
+    """Do nothing: every gradient can be computed."""
 
 
 def kernel_update(spec: Any, rate: Any, counts: Any) -> None:

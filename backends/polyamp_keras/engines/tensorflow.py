@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from polyamp.array_namespace import array_namespace
@@ -13,8 +16,9 @@ from polyamp.errors import UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
-from polyamp_keras.arrays import at_least_float32, is_floating
+from polyamp_keras.arrays import at_least_float32, is_floating, native_variable
 from polyamp_keras.compat import split_names
+from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 from polyamp_keras.engines.tensorflow_compat import EagerTensor, is_in_while_loop, report_operations, stop_recording
 from polyamp_keras.engines.tensorflow_kernels import kernel_update as kernel_update
 
@@ -22,6 +26,8 @@ FRAMEWORK: Final = "TensorFlow"
 DTYPE_ERRORS: Final = (TypeError, ValueError, tf.errors.InvalidArgumentError)
 DTYPE_MESSAGE: Final = r"[^\n]*(?:does not match type|was expected to be a|requested dtype)[^\n]*"
 ONE_DTYPE_CODE: Final = "tf.random.normal(tf.shape(z), dtype=z.dtype) or tf.cast(noise, z.dtype)"
+_CONVOLUTIONS: Final = {"conv", "conv_transpose"}
+"""Canonical kinds of layers whose gradients oneDNN computes."""
 _ID_PRESERVING_OPERATIONS: Final = split_names(
     "Identity IdentityN EnsureShape StopGradient Reshape Transpose ExpandDims Squeeze StridedSlice Slice Split SplitV "
     "Unpack Pack Concat ConcatV2 Tile Pad PadV2 GatherV2 GatherNd ReverseV2 Roll BroadcastTo Select SelectV2 Cast "
@@ -177,6 +183,77 @@ def to_dense(gradient: Any, like: Any) -> Any:
     if is_floating(values):
         values = tf.cast(values, at_least_float32(values))
     return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
+
+
+def host_values(variable: Any) -> HostArray:
+    """Return the values of a variable, on the host without a copy."""
+    return np.asarray(tf.convert_to_tensor(native_variable(variable)))
+
+
+def from_host(values: HostArray) -> Any:
+    """Return an array, or a tensor of it where its axes are in another order: TensorFlow transposes several times as
+    fast as NumPy. Assigning either copies it."""
+    if values.flags.c_contiguous or values.ndim < 2:
+        return values
+    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+    straight = values.transpose(order)
+    if not straight.flags.c_contiguous:
+        return values
+    back = sorted(range(values.ndim), key=order.__getitem__)
+    return tf.transpose(tf.convert_to_tensor(straight), back)
+
+
+def cast_variable(variable: Any, dtype: str) -> Any:
+    """Return a new variable of TensorFlow's in another dtype."""
+    return tf.Variable(tf.cast(native_variable(variable), dtype), trainable=variable.trainable)
+
+
+def trace_state() -> Any:
+    """Return the graph in which operations run; None if they run eagerly."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def differentiate(
+    call: ObservedCall, variables: Sequence[Any], cotangents: Callable[[Sequence[HostArray]], Any]
+) -> Differentiation:
+    """Return outputs and gradients of a call; see `KerasEngine.differentiate`."""
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        watched = [native_variable(variable) for variable in variables]
+        tape.watch(watched)
+        outputs, observed = call()
+        with tape.stop_recording():
+            against = cotangents([host_values(output) for output in outputs])
+        pairs = [(output, factor) for output, factor in zip(outputs, against, strict=True) if is_floating(output)]
+        total = tf.add_n([tf.reduce_sum(output * tf.cast(factor, output.dtype)) for output, factor in pairs])
+    gradients = tape.gradient(total, watched)
+    return Differentiation(
+        [host_values(output) for output in outputs],
+        [_gradient_array(*pair) for pair in zip(gradients, variables, strict=True)],
+        {key: host_values(value) for key, value in observed.items()},
+    )
+
+
+def _gradient_array(gradient: Any, variable: Any) -> HostArray:
+    if gradient is None:
+        return np.zeros(tuple(variable.shape), np.float32)
+    return host_values(tf.cast(to_dense(gradient, variable), tf.float32))
+
+
+def check_gradients(kinds: Collection[str], call: str, instead: str) -> None:
+    """Raise if a model has convolutions and torch is loaded in the process.
+
+    TensorFlow's oneDNN kernels for the gradient of a convolution abort once torch has run its own in the process. This
+    was seen with TensorFlow 2.21 and torch 2.13 on the CPU. Without these kernels there is no problem.
+
+    Raises:
+        UnsupportedError: names the environment variable that prevents it.
+    """
+    if "torch" in sys.modules and os.environ.get("TF_ENABLE_ONEDNN_OPTS") != "0" and {*kinds} & _CONVOLUTIONS:
+        raise UnsupportedError(
+            f"{call}: the gradient of TensorFlow's convolutions can end the process once torch runs in it too: their "
+            "oneDNN libraries do not agree. Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before the program "
+            f"starts; or {instead}."
+        )
 
 
 def write_fit_state(model: Any) -> None:

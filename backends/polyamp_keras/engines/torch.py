@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+import keras
+import numpy as np
 import torch
 
 from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
+from polyamp_keras.arrays import native_variable
+from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 from polyamp_keras.engines.torch_compat import foreach_divide, foreach_norm
 
 FRAMEWORK: Final = "torch"
@@ -124,6 +128,63 @@ def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[N
 def to_dense(gradient: Any, like: Any) -> Any:
     """Return a gradient as it is: Keras has dense ones on this backend."""
     return gradient
+
+
+def host_values(variable: Any) -> HostArray:
+    """Return a copy of the values of a variable or tensor on the host."""
+    values: HostArray = keras.ops.convert_to_numpy(native_variable(variable))
+    return values
+
+
+def from_host(values: HostArray) -> Any:
+    """Return a copy in C order: torch takes neither reversed axes nor, without a warning, read-only memory."""
+    return np.array(values, order="C")
+
+
+def cast_variable(variable: Any, dtype: str) -> Any:
+    """Return a new parameter in another dtype."""
+    value = native_variable(variable)
+    return torch.nn.Parameter(value.detach().to(getattr(torch, dtype)), requires_grad=value.requires_grad)
+
+
+def trace_state() -> None:
+    """Return None: torch runs a pass operation by operation."""
+
+
+def differentiate(
+    call: ObservedCall, variables: Sequence[Any], cotangents: Callable[[Sequence[HostArray]], Any]
+) -> Differentiation:
+    """Return outputs and gradients of a call; see `KerasEngine.differentiate`."""
+    values = [native_variable(variable) for variable in variables]
+    frozen = [value for value in values if not value.requires_grad]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(values[0].device.type if values else "cpu", enabled=False))
+        stack.enter_context(torch.backends.cudnn.flags(torch.backends.cudnn.enabled, allow_tf32=False))
+        for value in frozen:
+            stack.callback(value.requires_grad_, False)
+            value.requires_grad_(True)
+        outputs, observed = call()
+        given = [host_values(output) for output in outputs]
+        pairs = [
+            (output, torch.as_tensor(np.asarray(factor), dtype=output.dtype, device=output.device))
+            for output, factor in zip(outputs, cotangents(given), strict=True)
+            if output.requires_grad
+        ]
+        found: Sequence[Any] = [None] * len(values)
+        if pairs and values:
+            results, factors = zip(*pairs, strict=True)
+            found = torch.autograd.grad(results, values, factors, allow_unused=True)
+    gradients = [
+        np.zeros(tuple(value.shape), np.float32) if gradient is None else host_values(gradient.float())
+        for value, gradient in zip(values, found, strict=True)
+    ]
+    return Differentiation(given, gradients, {key: host_values(value) for key, value in observed.items()})
+
+
+def check_gradients(kinds: Collection[str], call: str, instead: str) -> None:
+    """Do nothing: every gradient can be computed."""
 
 
 def kernel_update(spec: Any, rate: Any, counts: Any) -> None:

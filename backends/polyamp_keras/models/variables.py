@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 
 from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
-from polyamp_keras.arrays import is_floating, native_variable, variable_name
+from polyamp_keras.arrays import is_floating, native_variable, variable_key, variable_name
 from polyamp_keras.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
 from polyamp_keras.models.layers import layer_path_aliases, list_layers
 
@@ -42,11 +42,11 @@ class ModelVariables(NamedTuple):
 def model_variables(model: Any) -> ModelVariables:
     """Return the variables of a built model by name and role."""
     names, weights = _variable_names(model)
-    trainable = {id(native_variable(variable)) for variable in model.trainable_variables}
+    trainable = {variable_key(variable) for variable in model.trainable_variables}
     found = ModelVariables({}, {}, {}, {}, {})
     seen: set[int] = set()
     for variable in [*model.trainable_variables, *getattr(model, "variables", ())]:
-        key = id(native_variable(variable))
+        key = variable_key(variable)
         if key in seen:
             continue
         seen.add(key)
@@ -68,12 +68,8 @@ def own_variables(layer: Any) -> list[Any]:
 
 def seed_variables(model: Any) -> dict[str, Any]:
     """Return the seed variables of the model's layers by name. Keras does not save them."""
-    states = {id(native_variable(g.state)) for module in list_layers(model) for g in seed_generators(module.layer)}
-    return {
-        name: variable
-        for name, variable in model_variables(model).rng.items()
-        if id(native_variable(variable)) in states
-    }
+    states = {variable_key(g.state) for module in list_layers(model) for g in seed_generators(module.layer)}
+    return {name: variable for name, variable in model_variables(model).rng.items() if variable_key(variable) in states}
 
 
 def _variable_names(model: Any) -> tuple[dict[int, str], set[int]]:
@@ -83,14 +79,14 @@ def _variable_names(model: Any) -> tuple[dict[int, str], set[int]]:
     for module in list_layers(model):
         prefix = f"{module.stable_path}/" if module.stable_path else ""
         layer = module.layer
-        weights.update(id(native_variable(variable)) for variable in own_trainable_variables(layer))
+        weights.update(variable_key(variable) for variable in own_trainable_variables(layer))
         siblings: Counter[str] = Counter()
         for variable in own_variables(layer):
             word = re.sub(r"^variable_\d+$", "variable", variable.name)  # Keras numbers unnamed ones per process
             number, siblings[word] = siblings[word], siblings[word] + 1
-            names.setdefault(id(native_variable(variable)), prefix + (f"{word}_{number}" if number else word))
+            names.setdefault(variable_key(variable), prefix + (f"{word}_{number}" if number else word))
         for number, generator in enumerate(seed_generators(layer)):
-            names.setdefault(id(native_variable(generator.state)), f"{prefix}seed_{number}")
+            names.setdefault(variable_key(generator.state), f"{prefix}seed_{number}")
     return names, weights
 
 
@@ -124,12 +120,12 @@ def parameter_leaves(model: Any, parameters: Mapping[str, Any]) -> list[Paramete
     names = layer_path_aliases(list_layers(model))
     for module in list_layers(model):
         for variable in own_trainable_variables(module.layer):
-            key = id(native_variable(variable))
+            key = variable_key(variable)
             owners.setdefault(key, []).append(names[module.path])
             classes[key] = (*classes.get(key, ()), *class_names(module.layer))
     found = []
     for path, variable in parameters.items():
-        key, own = id(native_variable(variable)), path.rpartition("/")[2]
+        key, own = variable_key(variable), path.rpartition("/")[2]
         paths = {f"{layer}/{own}".lstrip("/"): None for layers in owners.get(key, []) for layer in layers}
         found.append(ParameterLeaf(path, len(variable.shape), classes.get(key), tuple(paths)))
     return found

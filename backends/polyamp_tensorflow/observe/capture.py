@@ -23,15 +23,15 @@ from polyamp_keras.compat import LOSS_ATTRIBUTES
 from polyamp_keras.engines.tensorflow import to_dense
 from polyamp_keras.engines.tensorflow_compat import EagerTensor
 from polyamp_keras.models.layers import LayerEntry, is_layer, list_layers, recurrent_cells, replace_calls
+from polyamp_keras.porting.fill import assign
+from polyamp_keras.porting.inventory import KerasInventory, read_keras_model
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
 from polyamp_tensorflow.arrays import to_numpy, to_tensors
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
 from polyamp_tensorflow.observe.model_copy import GlobalRandomState
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
 from polyamp_tensorflow.observe.tensorflow_only.replica_outputs import ReplicaOutputs, current_replica, rows_per_replica
-from polyamp_tensorflow.porting.fill import assign
-from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
 from polyamp_tensorflow.precision.policy_module import PolicyModule
-from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.step import build_models
 
 Array = np.ndarray[Any, Any]

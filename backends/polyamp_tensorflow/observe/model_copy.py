@@ -16,15 +16,21 @@ import tensorflow as tf
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp_keras.arrays import dtype_name, is_floating, native_variable
-from polyamp_keras.compat import LOSS_ATTRIBUTES, set_layer_policy, set_symbolic_dtype, symbolic_inputs
+from polyamp_keras.compat import (
+    LOSS_ATTRIBUTES,
+    replace_variable,
+    set_layer_policy,
+    set_symbolic_dtype,
+    symbolic_inputs,
+)
 from polyamp_keras.models.layers import is_built, is_layer, list_layers
 from polyamp_keras.models.variables import model_variables
+from polyamp_keras.porting.evaluate import check_gradients
+from polyamp_keras.porting.fill import assign, defer_interrupts
+from polyamp_keras.porting.inventory import read_keras_model
 from polyamp_keras.precision.keras_policies import is_quantized, own_policy
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.compat import global_seed_variable, operation_seed_source, replace_variable
-from polyamp_tensorflow.porting.evaluate import refuse_with_torch
-from polyamp_tensorflow.porting.fill import assign, defer_interrupts
-from polyamp_tensorflow.porting.inventory import read_keras_model
+from polyamp_tensorflow.compat import global_seed_variable, operation_seed_source
 from polyamp_tensorflow.precision.policy_module import TRAINING_MODE
 
 
@@ -54,7 +60,7 @@ def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
             "a batch, or model.build(shape), before."
         )
     if is_layer(model):
-        refuse_with_torch(
+        check_gradients(
             read_keras_model(model),
             "compare",
             "compare them in a process each: polyamp.parity.run(build={...}, data=...)",

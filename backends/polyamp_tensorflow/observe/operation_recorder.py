@@ -16,8 +16,8 @@ from polyamp.rules import step_checks
 from polyamp_keras.arrays import dtype_name
 from polyamp_keras.compat import split_names
 from polyamp_keras.engines.tensorflow_compat import EagerTensor, report_operations
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
 from polyamp_tensorflow.observe.capture import capture_pass
-from polyamp_tensorflow.step.distributed_step import has_several_replicas
 
 _PACKAGES: Final = ("tensorflow", "keras", "tf_keras", "polyamp_tensorflow", "polyamp_keras")
 _READS: Final = ("ReadVariableOp",)

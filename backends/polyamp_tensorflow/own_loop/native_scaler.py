@@ -22,6 +22,8 @@ from polyamp_keras.arrays import native_variable
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
 from polyamp_keras.own_loop.scaler_state import ApplyCall
 from polyamp_tensorflow.arrays import at_least_float32, to_dense_float32
+from polyamp_tensorflow.distributed import replicas
+from polyamp_tensorflow.distributed.all_reduce import all_reduce_sum
 from polyamp_tensorflow.own_loop.tensorflow_only.fit_figures import FitFigures
 from polyamp_tensorflow.own_loop.tensorflow_only.optimizer_update import apply_or_accumulate
 from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
@@ -31,7 +33,6 @@ from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     prepare_statistics,
 )
 from polyamp_tensorflow.own_loop.tensorflow_only.scale_loss_calls import ScaleLossCalls
-from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.grad_stats import scale_custom_loop_loss
 
 
@@ -197,7 +198,7 @@ class LossScaleOptimizer(ScaledOptimizer):
         if statistics is not None:
             statistics.end_pass(variables)
         dense = [to_dense_float32(gradient, variable) for gradient, variable in pairs]
-        summed = replicas.sum_over_replicas(dense) if statistics is None else statistics.sum_with_gradients(dense)
+        summed = all_reduce_sum(dense) if statistics is None else statistics.sum_with_gradients(dense)
         used = [variable for _, variable in pairs]
         apply_or_accumulate(ApplyCall(self, self._state, self.current_share(), used, variables, unused), summed)
         if tf.executing_eagerly() and self._watch.is_due(self.scaler):

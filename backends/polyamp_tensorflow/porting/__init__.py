@@ -1,1 +1,1 @@
-"""Transfer of Keras models to and from other frameworks. `converter` is the entry module."""
+"""Transfer of models to and from other frameworks: `polyamp_keras.porting`, with TensorFlow's part."""

@@ -1,11 +1,16 @@
-"""Entry module of TensorFlow porting: `TensorFlowConverter`, the converter of Keras models."""
+"""Entry module of TensorFlow porting: `TensorFlowConverter`, the converter of models with variables."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
-from polyamp.porting.layouts.converter import Converter
-from polyamp_tensorflow.porting import evaluate, files, fill, inventory
+from polyamp.porting.layouts.converter import Converter, Evaluation
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy_array import Array, Lazy
+from polyamp_keras.porting import evaluate, files, fill, inventory
+from polyamp_tensorflow.precision.policy_module import native_model
 
 
 class TensorFlowConverter:
@@ -20,12 +25,27 @@ class TensorFlowConverter:
 
     in_place: Final = True
 
-    inventory = staticmethod(inventory.inventory)
-    fill = staticmethod(fill.fill)
-    evaluate = staticmethod(evaluate.evaluate)
     open_file = staticmethod(files.open_file)
     write_file = staticmethod(files.write_file)
-    write_model = staticmethod(files.write_model)
+
+    def inventory(self, model: Any, batch: Any = None) -> Inventory:
+        return inventory.inventory(native_model(model), batch)
+
+    def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
+        fill.fill(native_model(model), leaves)
+        return model
+
+    def evaluate(
+        self,
+        model: Any,
+        batch: Any,
+        cotangents: Callable[[Sequence[Array]], Sequence[Array]],
+        inputs: Container[str] = (),
+    ) -> Evaluation:
+        return evaluate.evaluate(native_model(model), batch, cotangents, inputs)
+
+    def write_model(self, path: Path, model: Any) -> None:
+        files.write_model(path, native_model(model))
 
 
 CONVERTER: Final[Converter] = TensorFlowConverter()

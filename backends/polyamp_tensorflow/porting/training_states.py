@@ -8,8 +8,8 @@ from typing import Any, Final
 from polyamp.porting.states.optimizer_layout import NativeTraining, OptimizerLayout, StateConverter
 from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
+from polyamp_keras.porting.optimizer_layout import read_optimizer_layout
 from polyamp_tensorflow.arrays import Array, to_numpy
-from polyamp_tensorflow.porting.optimizer_layout import read_optimizer_layout
 
 
 class TensorFlowStateConverter:
@@ -30,9 +30,9 @@ class TensorFlowStateConverter:
         )
 
     def native(self, model: Any, optimizer: Any, scaler: Any) -> NativeTraining:
-        from polyamp_tensorflow.porting.native_training import TensorFlowTraining
+        from polyamp_keras.porting.native_training import KerasTraining
 
-        return TensorFlowTraining.of(model, optimizer, scaler)
+        return KerasTraining.of(model, optimizer, scaler)
 
 
 def _changed_learning_rates(optimizer: Any) -> list[str]:

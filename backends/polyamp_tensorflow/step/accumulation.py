@@ -18,13 +18,12 @@ from polyamp.rules.accumulation import is_concatenated
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_keras.arrays import leaves_with_paths
 from polyamp_tensorflow.arrays import at_least_float32
-from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.distributed_step import (
-    all_reduce_sums_and_means,
-    all_reduce_totals,
+from polyamp_tensorflow.distributed import replicas
+from polyamp_tensorflow.distributed.all_reduce import all_reduce_sums_and_means, all_reduce_totals
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
+from polyamp_tensorflow.distributed.tensorflow_only.distributed_step import (
     check_used_parameters,
     find_used_parameters,
-    has_several_replicas,
     stack_over_replicas,
 )
 from polyamp_tensorflow.step.forward_backward import (

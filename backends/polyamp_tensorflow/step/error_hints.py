@@ -15,8 +15,9 @@ from polyamp.errors import ModelError, PolyampError, ReplicaError, TraceError, U
 from polyamp.rules.rank_group import format_ranks
 from polyamp_keras.models.layers import is_layer, list_layers
 from polyamp_keras.precision.layer_method_wrappers import mixed_dtype_error
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
+from polyamp_tensorflow.distributed.tensorflow_only.distributed_step import USED_PARAMETERS_DIFFER
 from polyamp_tensorflow.precision.cast_mode import has_cast_variables
-from polyamp_tensorflow.step.distributed_step import USED_PARAMETERS_DIFFER, has_several_replicas
 from polyamp_tensorflow.step.state import TensorFlowState
 
 _TRACED_MESSAGE: Final = (

@@ -20,9 +20,9 @@ from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.precision.output_casts import check_loss_dtype
 from polyamp_keras.precision.regularization_losses import warn_missing_regularization
 from polyamp_tensorflow.arrays import to_dense_float32
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
 from polyamp_tensorflow.precision.autocast import apply_layer_policies
 from polyamp_tensorflow.precision.policy_module import PolicyModule
-from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.grad_stats import scale_loss
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows, to_weight
 from polyamp_tensorflow.step.state import States

@@ -8,7 +8,7 @@ from typing import Any
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules.group_members import GroupMembers
 from polyamp_keras.own_loop import spec_optimizer
-from polyamp_tensorflow.step.replicas import check_replicated
+from polyamp_tensorflow.distributed.replicas import check_replicated
 
 
 def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any], groups: GroupMembers) -> Any:

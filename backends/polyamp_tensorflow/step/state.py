@@ -6,7 +6,6 @@ Checkpoints export it to NumPy arrays and import it from them.
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 import time
 import weakref
@@ -27,15 +26,16 @@ from polyamp.rules.averages import averages_in_place_error
 from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_keras.arrays import dtype_name, native_variable
-from polyamp_keras.models.layers import StructureSnapshot, is_built, is_layer
+from polyamp_keras.models.layers import is_built, is_layer
+from polyamp_keras.models.model_snapshot import ModelSnapshot
 from polyamp_keras.models.variables import ModelVariables, model_variables
 from polyamp_keras.own_loop.optimizer_checks import warn_about_average
 from polyamp_keras.own_loop.spec_optimizer import optimizer_variables, resolve_groups
 from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes
 from polyamp_tensorflow.arrays import Array, assign_values, to_numpy
+from polyamp_tensorflow.distributed.replicas import check_replica_variables, find_replicas, has_several_replicas
 from polyamp_tensorflow.precision.autocast import resolve_policy
 from polyamp_tensorflow.step.averages import Averages, make_averages
-from polyamp_tensorflow.step.distributed_step import check_replica_variables, has_several_replicas
 from polyamp_tensorflow.step.optimizer_metadata import optimizer_metadata
 from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.parameter_writes import WRITE_PREFIX, EagerReader, variable_compute_dtypes
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_TRAINABLE: Final = operator.attrgetter("trainable")
 _PAUSE_SECONDS: Final = 1e-3
 """Seconds in which a thread that waits for a lock wakes up and acquires it."""
 
@@ -54,8 +53,7 @@ class _TrainingVariables(NamedTuple):
 
     variables: ModelVariables
     optimizer: Any
-    flags: list[bool]
-    structure: StructureSnapshot
+    snapshot: ModelSnapshot
     averages: Averages
 
 
@@ -88,7 +86,7 @@ class TensorFlowState(StateDisplayMixin, metaclass=StateClass):
         self.model = model
         self.recipe = recipe
         self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
-        self.strategy = tf.distribute.get_strategy()
+        self.strategy = find_replicas()
         self.warned_of_additions = False
         self.lock = threading.RLock()
         self.watch = StuckScaleMonitor()
@@ -173,8 +171,7 @@ class TensorFlowState(StateDisplayMixin, metaclass=StateClass):
         self._training = _TrainingVariables(
             variables,
             optimizer,
-            self._trainable(variables),
-            StructureSnapshot(self.model),
+            ModelSnapshot(self.model, variables, "polyamp.refresh(state)"),
             make_averages(self.recipe, variables),
         )
 
@@ -185,33 +182,9 @@ class TensorFlowState(StateDisplayMixin, metaclass=StateClass):
             ModelError: names the first parameter that was frozen or unfrozen, or the first changed layer.
             StateError: `refresh` replaced this state.
         """
-        variables, _, before, structure, _ = self._ready()
+        snapshot = self._ready().snapshot
         self.check_alive()
-        changed = structure.changed()
-        if changed is not None:
-            raise ModelError(
-                f"{changed} than at init, of which the traced step does not know. Go on with state = "
-                "polyamp.refresh(state): what stayed keeps its optimizer state."
-            )
-        now = self._trainable(variables)
-        if now == before:
-            return
-        names = [*variables.parameters, *variables.frozen, *variables.running]
-        name, frozen = next((n, was) for n, was, new in zip(names, before, now, strict=True) if was != new)
-        raise ModelError(
-            f"parameter {name!r} was frozen after init. To train the others, state = polyamp.refresh(state): what "
-            "stayed keeps its optimizer state. Or set trainable back."
-            if frozen
-            else f"parameter {name!r} was unfrozen after init, so no optimizer holds it. To train it too, state = "
-            "polyamp.refresh(state): what stayed keeps its optimizer state. Or set trainable back."
-        )
-
-    def _trainable(self, variables: ModelVariables) -> list[bool]:
-        """Return the `trainable` flag of each variable; an empty list for models outside Keras."""
-        every = [*variables.parameters.values(), *variables.frozen.values(), *variables.running.values()]
-        if not is_layer(self.model):
-            return []
-        return list(map(_TRAINABLE, every)) if self.model.trainable else [False] * len(every)
+        snapshot.check()
 
     def read_statistics(self) -> dict[str, Any]:
         """Return the running statistics, which a forward pass changes and a skipped update restores."""

@@ -25,11 +25,12 @@ from polyamp_keras.arrays import is_floating
 from polyamp_keras.engines.tensorflow import XP, to_dense
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 from polyamp_tensorflow.arrays import at_least_float32
-from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.distributed import replicas
 from polyamp_tensorflow.step.averages import write_averages
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
 from polyamp_tensorflow.step.monitor_slots import MonitoredUpdate
 from polyamp_tensorflow.step.state import States, TensorFlowState
+from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import skip_gradient_reduction
 from polyamp_tensorflow.step.tensorflow_only.scalar_reads import share_scalar_reads
 from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
 
@@ -135,7 +136,7 @@ def run_optimizer(
             optimizer.apply(clip.clip_gradients(sets, every, norm, norm_of, XP), variables)
 
     unused = [variable for variable, gradient in pairs if gradient is None]
-    with replicas.skip_gradient_reduction(optimizer), skip_unused_parameters(optimizer, unused, warn=warn):
+    with skip_gradient_reduction(optimizer), skip_unused_parameters(optimizer, unused, warn=warn):
         run(update, [gradient for _, gradient in pairs if gradient is not None], norm)
 
 

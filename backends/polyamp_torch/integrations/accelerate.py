@@ -21,7 +21,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
-from polyamp_torch.distributed.fsdp_mixed_precision import mixed_precision_policy
+from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import mixed_precision_policy
 from polyamp_torch.integrations.loop_adapter import LoopRegion, LoopSettings, require_extra
 from polyamp_torch.integrations.loop_watch import LoopWatch
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         ArgumentError: `monitor` is not one.
         PolicyError: an option, or `accelerate launch`, requests another precision.
         UnsupportedError: a policy that Accelerate's loop does not support; FSDP1, DeepSpeed, Megatron-LM or a TPU;
-            a monitor with FSDP2; later, LBFGS under a scaler or with a monitor, and a second model with a monitor.
+            later, LBFGS under a scaler or with a monitor, and a second model with a monitor.
 
     Example:
         >>> accelerator = Accelerator("mixed_bfloat16", cpu=True)
@@ -112,11 +112,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     def _watch_by(self, monitor: Monitor) -> LoopWatch:
         watch = LoopWatch(monitor, self.settings)
-        if self.is_fsdp2:
-            raise UnsupportedError(
-                "monitor= reads parameters that are whole in every process. Received: an Accelerator with FSDP2. "
-                "Leave out monitor=, or train with polyamp.train_step(..., monitor=monitor)."
-            )
         monitor.add_writer(TrackerWriter(self))
         return watch
 
@@ -145,8 +140,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         try:
             set_mixed_precision_policy(self.state.fsdp_plugin, self.settings.policy)
             prepared = super().prepare(*args, **kwargs)
-            for model in models.values():
+            for at, model in models.items():
                 self.settings.check_sharding(model)
+                if self._watch is not None:
+                    self._watch.watch(uncompiled_module(prepared[at] if len(args) > 1 else prepared))
         except BaseException:
             for at in new:
                 self._cleanups.pop(models[at], contextlib.ExitStack()).close()

@@ -83,7 +83,7 @@ class MixedPrecision(_PolicyPrecision, trainer_plugins.MixedPrecision):
     Raises:
         ArgumentError: `monitor` is not one.
         UnsupportedError: a policy that the Trainer does not support; later, LBFGS under a scaler, another device, units
-            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy, or a monitor of sharded parameters.
+            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy, or a monitor of FSDP1's parameters.
 
     Example:
         >>> plugin = MixedPrecision("mixed_bfloat16", device="cpu")
@@ -280,8 +280,7 @@ class FabricPrecision(_PolicyPrecision, fabric_plugins.MixedPrecision):
     Raises:
         ArgumentError: `monitor` is not one.
         UnsupportedError: a policy that Fabric does not support; later, LBFGS under a scaler, another device, units of
-            FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy, or a monitor of two models or of sharded
-            parameters.
+            FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy, or a monitor of two models.
 
     Example:
         >>> plugin = FabricPrecision("mixed_float16", device="cpu")

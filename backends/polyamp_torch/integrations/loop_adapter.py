@@ -20,7 +20,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.compat import skip_compilation
-from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
+from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.own_loop.gradients import optimizer_parameters
 from polyamp_torch.own_loop.native_scaler import GradScaler
 from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor

@@ -44,7 +44,7 @@ class LoopWatch:
         """Read the parameters of a model, once they are on their device. A model without trainable ones is ignored.
 
         Raises:
-            UnsupportedError: a second model, or a sharded parameter.
+            UnsupportedError: a second model, or parameters of FSDP1.
         """
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained or model is self._model:

@@ -24,7 +24,7 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.step_checks import check_options
 from polyamp.rules.stuck_scale import check_stuck
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, can_read_without_sync
 from polyamp_torch.compat import disable_compile, has_found_inf_support, maybe_optimizer_step, new_optimizer_record
 from polyamp_torch.own_loop.gradients import (
     DeviceFlags,
@@ -48,7 +48,7 @@ from polyamp_torch.own_loop.torch_only.scaler_checks import (
 from polyamp_torch.own_loop.torch_only.scaler_state import ScalerState
 from polyamp_torch.own_loop.torch_only.sharded_gradients import RankAgreement, refuse_sharded
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
-from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciprocal
+from polyamp_torch.step.grad_stats import scale_reciprocal
 
 if TYPE_CHECKING:
     from polyamp.monitor.monitor import Monitor

@@ -16,9 +16,8 @@ from polyamp.array_namespace import PYTHON
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.ema import Ema
 from polyamp.rules.averages import average_share, averaged_paths
-from polyamp_torch.arrays import DTYPES, XP
+from polyamp_torch.arrays import DTYPES, XP, can_read_without_sync
 from polyamp_torch.compat import foreach_lerp_
-from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.model_readers import model_reader
 from polyamp_torch.step.torch_only.spec_formulas import slot_name

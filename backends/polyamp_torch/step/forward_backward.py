@@ -19,6 +19,7 @@ from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, detach_leaf, dtype_name, to_device
 from polyamp_torch.compat import NULL_CONTEXT, foreach_mul_, local_tensor_of
+from polyamp_torch.distributed.replicas import guard_states
 from polyamp_torch.precision.autocast import backward_region, matmul_precision
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
@@ -31,7 +32,6 @@ from polyamp_torch.step.loss_weights import (
     total_scale,
 )
 from polyamp_torch.step.parameter_writes import ParameterSnapshot
-from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.complex_parameters import real_views, resolve_conjugates

@@ -16,7 +16,7 @@ import torch
 
 from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.rules import clip
-from polyamp_torch.arrays import XP
+from polyamp_torch.arrays import XP, can_read_without_sync
 from polyamp_torch.compat import (
     flatten_dense_tensors,
     foreach_clamp_max_,
@@ -87,11 +87,6 @@ def _is_finite(norm: torch.Tensor) -> torch.Tensor:
     if can_read_without_sync(norm.device):
         return torch.scalar_tensor(math.isfinite(norm.item()), dtype=torch.bool)
     return torch.isfinite(norm)
-
-
-def can_read_without_sync(device: torch.device) -> bool:
-    """Return whether the host can read a scalar without a synchronisation, outside of compilation."""
-    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:

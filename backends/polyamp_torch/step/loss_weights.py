@@ -19,9 +19,8 @@ from polyamp.rules import loss_weights
 from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, TermTotals, WeightFunction
 from polyamp.trees import leaves
-from polyamp_torch.arrays import XP
-from polyamp_torch.step.grad_stats import can_read_without_sync
-from polyamp_torch.step.replicas import ScalarOrTensor, TorchReplicas
+from polyamp_torch.arrays import XP, can_read_without_sync
+from polyamp_torch.distributed.replicas import ScalarOrTensor, TorchReplicas
 
 
 def make_loss_weighting(

@@ -17,9 +17,8 @@ import torch
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.rules.group_members import GroupHyperparameters, GroupMembers
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, can_read_without_sync
 from polyamp_torch.compat import has_found_inf_support, local_tensor_of
-from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.torch_only.learning_rates import GroupLearningRates
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels, make_step_counts
 from polyamp_torch.step.torch_only.spec_formulas import (

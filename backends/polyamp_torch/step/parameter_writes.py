@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.compat import local_tensor_of, tensor_version
-from polyamp_torch.step.grad_stats import can_read_without_sync
 
 WRITE_PREFIX: Final = "parameter/"
 """Prefix of the names of parameter writes in `Gradients.running`."""

@@ -15,7 +15,7 @@ from polyamp.errors import ModelError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules.refresh import KnownParameter, RefreshPlan
-from polyamp_torch.step.replicas import check_replicas
+from polyamp_torch.distributed.replicas import check_replicas
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.model_readers import model_reader

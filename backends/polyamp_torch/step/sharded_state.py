@@ -1,6 +1,6 @@
 """Sharded view of a state, for checkpoints of several processes (S33).
 
-`torch.distributed.checkpoint` writes and reads it, in a single process too, through `distributed.checkpoint_io`.
+`torch.distributed.checkpoint` writes and reads it, in a single process too (`distributed.torch_only.checkpoint_io`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from polyamp.contract.sharded_state import ArrayForm, StateProcesses
 from polyamp.errors import CheckpointError
 from polyamp.train.checkpoint_processes import SingleProcess
 from polyamp_torch.arrays import DTYPES, as_tensor, dtype_name, is_sharded, to_numpy
+from polyamp_torch.distributed.processes import TorchProcesses, TorchReplicaProcesses
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import state_arrays
 from polyamp_torch.step.torch_only.random_state import new_random_state_array, random_state_arrays
 
 Array = np.ndarray[Any, Any]
-if TYPE_CHECKING:
-    from polyamp_torch.distributed.checkpoint_io import TorchProcesses
 
 
 @contextlib.contextmanager
@@ -67,13 +66,15 @@ class TorchShardedState:
         return self._state.export()
 
     def write(self, folder: Path, more: Mapping[str, Array]) -> None:
-        from polyamp_torch.distributed import checkpoint_io  # imports torch.distributed.checkpoint, half a second
+        from polyamp_torch.distributed.torch_only import (
+            checkpoint_io,  # imports torch.distributed.checkpoint, half a second
+        )
 
         tensors = {name: as_tensor(each) for name, each in {**self._tensors, **more}.items()}
         checkpoint_io.write_tensors(folder, tensors, self._group)
 
     def read(self, folder: Path, forms: Mapping[str, ArrayForm]) -> dict[str, Any]:
-        from polyamp_torch.distributed import checkpoint_io
+        from polyamp_torch.distributed.torch_only import checkpoint_io
 
         targets = {name: self._empty_tensor(name, form) for name, form in forms.items()}
         checkpoint_io.read_tensors(folder, forms, targets, self._group)
@@ -114,8 +115,6 @@ class TorchShardedState:
 
 
 def _checkpoint_processes(replicas: Any) -> TorchProcesses:
-    from polyamp_torch.distributed.checkpoint_io import TorchProcesses, TorchReplicaProcesses
-
     return TorchReplicaProcesses(replicas) if replicas.engine.name == "ddp" else TorchProcesses(replicas)
 
 

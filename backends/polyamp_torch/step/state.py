@@ -21,11 +21,11 @@ from polyamp.rules.averages import averages_in_place_error
 from polyamp.rules.group_members import resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.arrays import dtype_name
+from polyamp_torch.distributed.replicas import find_replicas
 from polyamp_torch.precision.policy_module import module_device
 from polyamp_torch.step import optimizer_metadata, optimizers
 from polyamp_torch.step.averages import MovingAverages
 from polyamp_torch.step.parameter_writes import ParameterWriteTracker
-from polyamp_torch.step.replicas import find_replicas
 from polyamp_torch.step.torch_only import complex_parameters, state_arrays
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, StateLock
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
@@ -322,7 +322,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
     def plain(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors as kernels need them: local shards, and complex tensors as real ones."""
         if self.replicas.sharded:
-            from polyamp_torch.distributed.sharded_tensors import local_tensors
+            from polyamp_torch.distributed.torch_only.sharded_tensors import local_tensors
 
             tensors = local_tensors(tensors)
         return complex_parameters.real_views(tensors) if self.complex_parameters else tensors

@@ -19,14 +19,13 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
-from polyamp_torch.arrays import to_device
+from polyamp_torch.arrays import can_read_without_sync, to_device
+from polyamp_torch.distributed.replicas import guard_states
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import accumulate_gradients
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, stash_grads
-from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting
 from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
-from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads

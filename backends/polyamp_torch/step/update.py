@@ -20,13 +20,13 @@ from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, step_checks
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
-from polyamp_torch.arrays import XP
+from polyamp_torch.arrays import XP, can_read_without_sync
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
+from polyamp_torch.distributed.replicas import guard_states
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step import optimizers
 from polyamp_torch.step.forward_backward import NamedGradients, stash_grads
 from polyamp_torch.step.grad_stats import (
-    can_read_without_sync,
     clamp_gradients_,
     divide_gradients_,
     global_norm_and_finite,
@@ -36,11 +36,11 @@ from polyamp_torch.step.grad_stats import (
 from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, total_scale, weighted_loss_sum
 from polyamp_torch.step.monitor_slots import MonitoredUpdate
 from polyamp_torch.step.parameter_writes import GradientWrites, ParameterWrites
-from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers, late_groups
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acquire_all
 from polyamp_torch.step.torch_only.parameter_write_broadcast import broadcast_writes, has_unannounced_writes
+from polyamp_torch.step.torch_only.replica_norms import LocalStepScalars, global_norms, reduce_step_scalars
 
 if TYPE_CHECKING:
     from polyamp.monitor.slots import MonitorSelection
@@ -340,7 +340,8 @@ def _clip_sets_(state: TorchState, parameters: list[torch.Tensor], values: list[
         if own and any(limit is not None for limit in (limits.norm, limits.value)):
             sets.append((limits, [p for p, _ in own], [value for _, value in own]))
     by_norm = [(limits, own, grads) for limits, own, grads in sets if limits.norm is not None]
-    norms = state.replicas.norms([(own, grads) for _, own, grads in by_norm], alike=state.one_device) if by_norm else []
+    members = [(own, grads) for _, own, grads in by_norm]
+    norms = global_norms(state.replicas, members, alike=state.one_device) if by_norm else []
     for (limits, _, grads), norm in zip(by_norm, norms, strict=True):
         assert limits.norm is not None
         factor = clip.clip_factor(norm, limits.norm, XP, limits.eps)
@@ -381,7 +382,7 @@ def _all_reduce_grad_stats(
         announced = grads.written is not None and has_unannounced_writes(state, grads.written.found)
     own = LocalStepScalars() if reduction is None else reduction.local_scalars()
     own = own._replace(announced=announced)
-    found = replicas.reduce_step_scalars(parameters, values, grads.scale, own, started, alike=state.one_device)
+    found = reduce_step_scalars(replicas, parameters, values, grads.scale, own, started, alike=state.one_device)
     if reduction is not None:
         reduction.loss = found.loss
         reduction.weight = reduction.weighting.weight(found.total * replicas.count)

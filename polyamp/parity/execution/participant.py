@@ -44,7 +44,7 @@ from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.flatten_order import Rows
-from polyamp.porting.model_side import ModelSide
+from polyamp.porting.model_side import ModelSide, find_converter
 from polyamp.porting.port_errors import PARTIAL_PORT_HINT
 from polyamp.porting.states.training_state import ArrayMapping
 from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan, new_leaf_values
@@ -128,7 +128,7 @@ class Participant:
                 f"the {self.backend.name} backend of this version cannot be watched (`observer`: "
                 "polyamp.parity.trace.observer.HasObserver), so that its models cannot be compared."
             )
-        self._converter: Final = self.backend.porting
+        self._converter: Final = find_converter(model, "compare")
         self._observer: Final[Observer] = self.backend.observer
         check_native_optimizer(recipe, in_place=self._converter.in_place)
         if recipe is not None and loss_fn is None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from polyamp.backend_lookup import get_converter
 from polyamp.contract import registry
 from polyamp.errors import PortError, UnsupportedError, did_you_mean
 from polyamp.files import as_path, missing_file_error
@@ -32,8 +33,8 @@ FRAMEWORK_BY_SUFFIX: Final = {
     ".h5": "tensorflow",
 }
 """Suffix of a file to be written -> its framework."""
-_READERS: Final = {"keras": "tensorflow"}
-"""Framework -> the backend that reads and writes its files, whatever it runs on."""
+_CHOICE_FILES: Final = {"keras": "keras", "tensorflow": "keras"}
+"""Framework -> the one that runs on several others whose converter reads and writes its files."""
 _METADATA: Final = {"pt": "torch", "tf": "tensorflow", "flax": "jax", canonical_file.FORMAT: CANONICAL}
 """Format in a safetensors file's metadata -> its framework."""
 _ORBAX: Final = "_METADATA"
@@ -130,16 +131,6 @@ def write_like(path: Path, leaves: Mapping[str, Lazy], like: Path, framework: st
         file_converter(chosen, like).write_file(path, leaves, like)
 
 
-def is_same_backend(framework: str, name: str) -> bool:
-    """Return whether a framework's name belongs to a backend, without importing either.
-
-    >>> is_same_backend("flax", "jax"), is_same_backend("torch", "jax")
-    (True, False)
-    """
-    known, framework, name = registry.entries(), _READERS.get(framework, framework), _READERS.get(name, name)
-    return framework == name or (framework in known and name in known and known[framework].value == known[name].value)
-
-
 def file_converter(framework: str, path: Path) -> FileConverter:
     """Return the converter of a framework, if it reads files.
 
@@ -154,7 +145,10 @@ def file_converter(framework: str, path: Path) -> FileConverter:
             f"{framework!r} is no framework whose files polyamp knows. Known: {', '.join(sorted(known))}."
             f"{did_you_mean(framework, known)}"
         )
-    backend = registry.get(_READERS.get(framework, framework))
+    converter = get_converter(_CHOICE_FILES.get(framework, framework))
+    if isinstance(converter, FileConverter):
+        return converter
+    backend = registry.get(framework)
     converter = backend.porting if isinstance(backend, HasConverter) else None
     if not isinstance(converter, FileConverter):
         raise UnsupportedError(f"{path}: the {backend.name} backend of this version reads and writes no models' files.")

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+from polyamp.backend_lookup import converter_of_choice
 from polyamp.errors import PortError
 from polyamp.porting.layouts import operations
 from polyamp.porting.layouts.converter import Converter
@@ -38,11 +39,11 @@ def state_metadata_json(state: Any, arrays: Mapping[str, Array], converter: Conv
     Args:
         state: a polyamp state.
         arrays: result of its backend's `export_state`.
-        converter: converter that lists the layers of its model.
+        converter: converter that lists the layers of its model, unless its framework runs on several others.
         states: converter that lists the arrays of its optimizer.
     """
     try:
-        inventory = converter.inventory(state.model)
+        inventory = (converter_of_choice(state.model) or converter).inventory(state.model)
         leaves, lost = map_leaf_arrays(inventory, arrays)
         if lost:
             raise PortError(unnamed_leaves_reason(lost))

@@ -155,6 +155,15 @@ class StateConverter(Protocol):
 
 
 @runtime_checkable
+class HasNativeTraining(Protocol):
+    """Converter of models that adapts trainings of them without polyamp too, in place of the `StateConverter` of the
+    backend: for a framework that runs on several others, as Keras does."""
+
+    def native(self, model: Any, optimizer: Any, scaler: Any) -> NativeTraining:
+        """Return the adapter of a model that is trained without polyamp; see `StateConverter.native`."""
+
+
+@runtime_checkable
 class HasRunningArrays(Protocol):
     """State converter of a framework whose checkpoints do not store all running statistics under the names that the
     model's inventory gives them (equinox numbers what its `State` holds)."""

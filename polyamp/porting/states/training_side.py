@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from polyamp.backend_lookup import converter_of_choice
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend, State
 from polyamp.errors import ArgumentError, CheckpointError, PortError, UnsupportedError, describe_value
@@ -21,9 +22,9 @@ from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.states.checkpoint_metadata import read_state_metadata as read_description
 from polyamp.porting.states.optimizer_layout import (
+    HasNativeTraining,
     HasRunningArrays,
     HasStateConverter,
-    NativeTraining,
     OptimizerLayout,
     StateConverter,
     map_leaf_arrays,
@@ -167,7 +168,7 @@ def make_training_side(value: Any, *, target: bool, inventory: Inventory | None 
 
 def _side_of_state(state: Any, known: Inventory | None) -> TrainingSide:
     backend: Backend = cast("State[Any]", state).backend
-    converter, states = find_converters(backend)
+    converter, states = find_converters(backend, state.model)
     name = f"the {backend.name} state"
     inventory, arrays, leaves = _name_leaves(name, converter, state.model, backend.export_state(state), known)
     return TrainingSide(
@@ -184,14 +185,20 @@ def _side_of_state(state: Any, known: Inventory | None) -> TrainingSide:
 
 
 def _side_of_native_training(given: Training, known: Inventory | None) -> TrainingSide:
-    backend = registry.backend_for(given.model)
-    converter, states = find_converters(backend)
-    native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)
+    own = converter_of_choice(given.model)
+    if isinstance(own, HasNativeTraining):
+        converter: Converter = own
+        states: StateConverter | None = None
+        framework, native = "keras", own.native(given.model, given.optimizer, given.scaler)
+    else:
+        backend = registry.backend_for(given.model)
+        converter, states = find_converters(backend, given.model)
+        framework, native = backend.name, states.native(given.model, given.optimizer, given.scaler)
     held = native.arrays()
     has_step = "step" in held
     if given.step is not None:
         held["step"] = np.asarray(given.step, np.int32)
-    name = f"the {backend.name} training"
+    name = f"the {framework} training"
     inventory, arrays, leaves = _name_leaves(name, converter, native.model, held, known)
     scaler = LossScaler(**native.scaler) if native.scaler else None
     settings = {} if scaler is None else {"scaler": {field: getattr(scaler, field) for field in _SCALER_RULE_FIELDS}}
@@ -252,8 +259,8 @@ def _side_of_checkpoint(path: str | os.PathLike[str]) -> TrainingSide:
     )
 
 
-def find_converters(backend: Backend) -> tuple[Converter, StateConverter]:
-    """Return the converters of a backend's models and states.
+def find_converters(backend: Backend, model: Any) -> tuple[Converter, StateConverter]:
+    """Return the converters of a model of a backend, and of the backend's states.
 
     Raises:
         UnsupportedError: the backend has none.
@@ -264,7 +271,7 @@ def find_converters(backend: Backend) -> tuple[Converter, StateConverter]:
             "`porting_states`: polyamp.porting.layouts.converter.HasConverter, "
             "polyamp.porting.states.optimizer_layout.HasStateConverter)."
         )
-    return backend.porting, backend.porting_states
+    return converter_of_choice(model) or backend.porting, backend.porting_states
 
 
 def _name_leaves(
@@ -304,7 +311,7 @@ def _statistics_by_name(inventory: Inventory, lost: set[str]) -> dict[str, Array
 
 
 def _unnamed_arrays(
-    model: Any, converter: Converter, states: StateConverter, leaves: Mapping[str, str], new: Mapping[str, Array]
+    model: Any, converter: Converter, states: StateConverter | None, leaves: Mapping[str, str], new: Mapping[str, Array]
 ) -> Mapping[str, Array]:
     """Return new arrays under the names of an export: those of statistics that it numbers come from a model that is
     filled with them."""

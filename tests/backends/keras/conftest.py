@@ -17,6 +17,7 @@ collect_ignore = [  # what is about one Keras backend alone
         ("test_torch_step.py", "torch"),
         ("test_torch_waits.py", "torch"),
         ("test_jax_loop.py", "jax"),
+        ("test_jax_step.py", "jax"),
     )
     if keras.config.backend() != backend
 ]

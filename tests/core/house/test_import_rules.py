@@ -19,8 +19,14 @@ FRAMEWORKS = {
 }
 ENGINES = {"tensorflow": {"tensorflow"}, "torch": {"torch"}, "jax": {"jax"}}
 """Framework of an engine of `polyamp_keras`, whose modules begin with its name; they alone import it."""
-BASES = {"polyamp_tensorflow": {"polyamp_keras"}, "polyamp_torch": {"polyamp_keras"}}
+BASES = {name: {"polyamp_keras"} for name in ("polyamp_tensorflow", "polyamp_torch", "polyamp_jax")}
 """Backend -> the packages that it builds on."""
+KERAS_FILES = {
+    "backends/polyamp_jax/keras_harness.py",
+    "backends/polyamp_jax/models/adapters/keras.py",
+    "backends/polyamp_jax/precision/jax_only/keras_policy_module.py",
+}
+"""Files that are loaded only where the program has imported Keras, and build on `polyamp_keras`."""
 FORWARDED = {"backends/polyamp_keras/__init__.py": "polyamp_tensorflow"}
 """Package -> the backend that it hands its names on to, and imports by its name only when Keras runs on it."""
 ALL_FRAMEWORKS = set().union(*FRAMEWORKS.values())
@@ -84,6 +90,8 @@ def test_the_core_imports_no_framework_and_no_backend(path: Path) -> None:
 def test_a_backend_imports_the_cores_public_names_and_its_own_framework(path: Path) -> None:
     own = path.relative_to(ROOT / "backends").parts[0]
     more = {FORWARDED[name(path)]} if name(path) in FORWARDED else set()
+    if name(path) in KERAS_FILES:
+        more |= {"keras", "polyamp_keras"}
     if path.parent == ROOT / "backends" / "polyamp_keras" / "engines":
         more |= ENGINES.get(path.stem.partition("_")[0], set())
     assert breaches_of_backend(path.read_text(), own, frozenset(more)) == []

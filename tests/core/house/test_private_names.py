@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 DOOR = "compat.py"
 DOORS_OF_ROOMS = {
-    ("polyamp_torch", "distributed", DOOR),
+    ("distributed", "torch_only", DOOR),
     ("precision", "torch_only", DOOR),
     ("observe", "torch_only", DOOR),
     ("polyamp_keras", "engines", "tensorflow_compat.py"),

@@ -33,7 +33,7 @@ from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE_NAME
 from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, scope_path
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 from polyamp_jax.precision.op_list import MOVES, STRUCTURES, operation_family
-from polyamp_jax.precision.policy_module import make_policy_module
+from polyamp_jax.precision.policy_module import LAYERS_CAST_ERROR, follows_layer_policy, make_policy_module
 from polyamp_jax.step import forward_backward
 from polyamp_jax.step.state import JaxState
 
@@ -75,6 +75,9 @@ def record_operations(
     backend: Any, target: Any, policy: Policy, inputs: tuple[Any, ...], *, strict: bool = False, **options: Any
 ) -> Recorder:
     """Return the record of the operations of `target(*inputs)`; see `explain`."""
+    for each in inputs:
+        if follows_layer_policy(each):
+            raise UnsupportedError(LAYERS_CAST_ERROR.format(kind=type(each).__name__))
     if not _is_loss(target, inputs):
         step_checks.check_options(options, (), function="explain of a function or a model alone", backend=backend.name)
         return autocast.record_operations(target, policy, *inputs, strict=strict)

@@ -53,8 +53,8 @@ def observer_of(model: Any) -> LibraryObserver:
 
 
 def loaded_observers() -> list[LibraryObserver]:
-    """Return the observers of the libraries that the program has imported."""
-    loaded = [library for library in LIBRARIES if compat.loaded_module(library.module) is not None]
+    """Return the observers of the libraries that the program has imported; Keras, whose layers cast, has none."""
+    loaded = [lib for lib in LIBRARIES if not lib.applies_policy and compat.loaded_module(lib.module) is not None]
     return [library.file_in("observe.library_observers").OBSERVER for library in loaded]
 
 

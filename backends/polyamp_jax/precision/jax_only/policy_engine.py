@@ -7,8 +7,9 @@ delegates to the engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -175,7 +176,7 @@ class PolicyEngine:
         A copy of an equinox module, `part`, replaces that module in the model. A part may also return numbers and
         strings. For the model itself the interpreter rejects them.
         """
-        current, plan = self._current_pass(), self._active_plan()
+        current, plan = self._current_pass(), self.active_plan()
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         mapped = self._is_mapped(args, kwargs)
@@ -228,7 +229,7 @@ class PolicyEngine:
             RecipeError: the part was a copy made inside a transformation.
             TraceError: the call is inside a `jax.vmap` of `loss_fn`, or inside a function under a policy.
         """
-        inside = self._trace != compat.trace_state()
+        inside = self.is_in_other_trace()
         if is_copy and inside:
             raise RecipeError(TRANSFORMED_LOSS_ERROR)
         if mapped:
@@ -236,15 +237,25 @@ class PolicyEngine:
         if inside and len(open_regions()) > len(self._outer_regions):
             raise TraceError(ENCLOSED_CALL_ERROR.format(route=route))
 
-    def _active_plan(self) -> ResolvedPolicy:
+    def active_plan(self) -> ResolvedPolicy:
         """Return the plan of a call: that of the innermost policy around it."""
         inside = open_regions()[len(self._outer_regions) :]
         if not inside:
             return self.plan
         policy = inside[-1]
-        if policy not in self._plans:
+        if policy not in self._plans and self.adapter.applies_policy:
+            self.resolve_policy(Policy(self.plan.param) if policy is None else policy)
             self._plans[policy] = region_plan(policy, self.plan, self._paths())
         return self._plans[policy]
+
+    @property
+    def open_pass(self) -> Any:
+        """The pass of `loss_fn` that this engine belongs to."""
+        return self._pass
+
+    def is_in_other_trace(self) -> bool:
+        """Return whether the program is inside a trace that `loss_fn` began."""
+        return bool(self._trace != compat.trace_state())
 
     def resolve_policy(self, policy: Policy) -> None:
         """Resolve another policy for later calls under it.
@@ -252,7 +263,7 @@ class PolicyEngine:
         Raises:
             PolicyError: an override matches no module.
         """
-        self._plans[policy] = policy.plan(self._paths(), backend="jax")
+        self._plans[policy] = self.adapter.resolve_policy(policy, self.masters, self.start._replace(written=None))
 
     def _paths(self) -> frozenset[str]:
         return module_paths(ModelParts(self.adapter, self.masters, self.start._replace(written=None)))
@@ -349,6 +360,14 @@ def _call_model(
     return output, running, objects.changed_arrays(copies, inputs.objects)
 
 
+def forward_scopes(engines: Sequence[PolicyEngine]) -> contextlib.ExitStack:
+    """Return the context managers that the models' libraries need around a call of `loss_fn`, entered."""
+    with contextlib.ExitStack() as stack:
+        for kind in dict.fromkeys(type(engine.adapter) for engine in engines):
+            stack.enter_context(kind.forward_scope([each for each in engines if type(each.adapter) is kind]))
+        return stack.pop_all()
+
+
 class NativePolicyEngine(PolicyEngine):
     """Engine of a user's own model outside of a step. Each call and each read uses the model's current values.
 
@@ -369,7 +388,7 @@ class NativePolicyEngine(PolicyEngine):
         self._leaves = self._parameters()
         return self._pass
 
-    def _active_plan(self) -> ResolvedPolicy:
+    def active_plan(self) -> ResolvedPolicy:
         """Return its own plan: the policy of the model itself is the innermost one."""
         return self.plan
 

@@ -1,1 +1,1 @@
-"""Parts of the training step that only JAX needs: shardings, and native optax transformations."""
+"""Parts of the training step that only JAX needs: native optax transformations."""

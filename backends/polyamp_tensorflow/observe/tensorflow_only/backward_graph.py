@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from polyamp.results import LossFunction
 from polyamp_keras.models.layers import LayerEntry, list_layers, recurrent_cells, replace_calls
+from polyamp_keras.porting.inventory import read_keras_model
 from polyamp_keras.precision.layer_method_wrappers import copy_signature, late_call
 from polyamp_tensorflow.arrays import to_tensors
 from polyamp_tensorflow.compat import callee_graph
 from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
-from polyamp_tensorflow.porting.inventory import read_keras_model
 from polyamp_tensorflow.step.accumulation import accumulate_gradients
 
 _TAPE: Final = "gradient_tape/"

@@ -27,6 +27,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp_keras.models.layers import is_layer, list_layers
+from polyamp_keras.porting.inventory import read_keras_model
 from polyamp_keras.precision.float8_layers import PRODUCT_REASONS
 from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
 from polyamp_keras.precision.policy_application import without_policies
@@ -39,7 +40,6 @@ from polyamp_tensorflow.observe.tensorflow_only.backward_graph import (
     record_backward,
     trace_pass,
 )
-from polyamp_tensorflow.porting.inventory import read_keras_model
 
 _STYLE: Final = re.compile(r"\x1b\[\d*m")
 """Escape sequences with which Keras prints errors in bold."""

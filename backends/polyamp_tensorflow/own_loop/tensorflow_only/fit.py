@@ -24,8 +24,8 @@ from polyamp_keras.own_loop.fit_guard import check_compile, compile_with, instal
 from polyamp_keras.own_loop.fit_loss_divisor import install_loss_counting, report_loss_divisors
 from polyamp_keras.own_loop.saved_guard import SavedGuard
 from polyamp_keras.own_loop.spec_optimizer import resolve_groups
+from polyamp_tensorflow.distributed.all_reduce import all_reduce_sum
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
-from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.tensorflow_only.graph_function import needs_xla
 
@@ -136,10 +136,10 @@ def _count_micro_batch(optimizer: LossScaleOptimizer, data: Any) -> Iterator[Non
     if optimizer.accumulate_steps == 1 or not arrays:
         yield
         return
-    (rows,) = replicas.sum_over_replicas([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
+    (rows,) = all_reduce_sum([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
 
     def count(divisor: Any) -> None:
-        (total,) = replicas.sum_over_replicas([divisor])
+        (total,) = all_reduce_sum([divisor])
         optimizer.count_micro_batch(total)
 
     with optimizer.micro_batch(rows), report_loss_divisors(count):

@@ -13,7 +13,8 @@ from polyamp.results import StepResult
 from polyamp_keras.arrays import native_variable
 from polyamp_keras.own_loop.scaler_state import ApplyCall, is_last_micro_batch, weight_sum
 from polyamp_tensorflow.arrays import assign_values
-from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.distributed import replicas
+from polyamp_tensorflow.distributed.all_reduce import all_reduce_sum
 from polyamp_tensorflow.step.monitor_slots import MonitoredUpdate
 
 
@@ -64,7 +65,7 @@ class FitFigures:
         loss = vars(self._losses).pop("value", None)
         if loss is None:
             return tf.constant(float("nan"))
-        (loss,) = replicas.sum_over_replicas([loss])
+        (loss,) = all_reduce_sum([loss])
         if not call.state.sums:
             return loss
         before = native_variable(self._loss_sum) * (1.0 if call.share is None else call.share.earlier)

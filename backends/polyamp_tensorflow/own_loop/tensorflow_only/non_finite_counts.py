@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from polyamp_keras.arrays import native_variable
 from polyamp_keras.own_loop.scaler_state import ApplyCall, variable_indices
-from polyamp_tensorflow.step.replicas import read_shared
+from polyamp_tensorflow.distributed.replicas import read_shared
 
 
 def count_non_finite(call: ApplyCall, gradients: Any) -> None:

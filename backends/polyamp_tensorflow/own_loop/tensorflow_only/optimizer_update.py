@@ -21,9 +21,9 @@ from polyamp_keras.engines.tensorflow import XP
 from polyamp_keras.own_loop.gradients import add_to_sums
 from polyamp_keras.own_loop.scaler_state import ApplyCall, is_last_micro_batch, next_rows, variable_indices
 from polyamp_tensorflow.arrays import assign_values
+from polyamp_tensorflow.distributed import replicas
 from polyamp_tensorflow.own_loop.gradients import unscale_gradients
 from polyamp_tensorflow.own_loop.tensorflow_only.non_finite_counts import count_non_finite
-from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.update import run_optimizer
 
 

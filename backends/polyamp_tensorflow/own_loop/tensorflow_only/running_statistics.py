@@ -18,7 +18,8 @@ from polyamp_keras.arrays import native_variable
 from polyamp_keras.models.layers import is_built
 from polyamp_keras.models.variables import ModelVariables, model_variables
 from polyamp_tensorflow.arrays import assign_values
-from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.distributed import replicas
+from polyamp_tensorflow.distributed.all_reduce import all_reduce_sum
 from polyamp_tensorflow.step.parameter_writes import (
     WRITE_PREFIX,
     EagerReader,
@@ -120,7 +121,7 @@ class ForwardPassStatistics:
         count = tf.distribute.get_replica_context().num_replicas_in_sync
         if count == 1:
             return list(gradients)
-        sums = replicas.sum_over_replicas([*gradients, *(tf.identity(variable) for variable in self._running)])
+        sums = all_reduce_sum([*gradients, *(tf.identity(variable) for variable in self._running)])
         self._means = [total / tf.cast(count, total.dtype) for total in sums[len(gradients) :]]
         return sums[: len(gradients)]
 

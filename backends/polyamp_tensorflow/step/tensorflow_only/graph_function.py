@@ -16,7 +16,8 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.arrays import native_variable
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.interrupts import close_stale_blocks
-from polyamp_tensorflow.step.distributed_step import has_several_replicas, run_on_replicas
+from polyamp_tensorflow.distributed.replicas import has_several_replicas
+from polyamp_tensorflow.distributed.tensorflow_only.distributed_step import run_on_replicas
 from polyamp_tensorflow.step.state import States, TensorFlowState, acquire_all
 
 _FLOAT16_WARNING: Final = (

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyamp_keras.compat import check_methods
+from polyamp_keras.compat import ALL_REDUCE_GRADIENTS, check_methods
 from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.own_loop.optimizer_checks import optimizer_members
 
@@ -38,3 +38,14 @@ def replace_methods(
         for member in members:
             vars(member).update(replacements(member))
         yield
+
+
+def skip_gradient_reduction(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that disables a Keras optimizer's reduction of gradients, which `all_reduce_sum` has
+    summed.
+
+    Raises:
+        UnsupportedError: this version of Keras lacks the method.
+    """
+    purpose, methods = "from adding up gradients over the replicas twice", {ALL_REDUCE_GRADIENTS: lambda pairs: pairs}
+    return replace_methods(optimizer, lambda _: methods, purpose=purpose, instead="train on one replica")

@@ -21,7 +21,7 @@ from polyamp.rules import step_checks
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import to_device
 from polyamp_torch.compat import DispatchMode, is_in_backward, tree_leaves
-from polyamp_torch.distributed.compat import make_module_tracker
+from polyamp_torch.distributed.torch_only.compat import make_module_tracker
 from polyamp_torch.observe.model_copy import copy_model
 from polyamp_torch.observe.torch_only.compiled_graphs import NOTE, GraphCounter
 from polyamp_torch.observe.torch_only.kernel_lists import kernel_rule

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import StepResult
 from polyamp_torch.arrays import to_numpy
-from polyamp_torch.compat import local_tensor_of
+from polyamp_torch.own_loop.torch_only.parameter_shards import ParameterShards
 from polyamp_torch.step.monitor_slots import MonitoredUpdate
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class LoopMonitor:
 
     One iteration is what lies between two calls of `update()`. All parameters of the model are measured before the
     first of its gradients is unscaled, and compared with what they are at `update()`. Its loss is the sum of the
-    losses, which are parts of one where a loop accumulates.
+    losses, which are parts of one where a loop accumulates. Shards are counted where they are and added up.
 
     Args:
         model: whose parameters are read.
@@ -35,7 +34,7 @@ class LoopMonitor:
         mean_over_ranks: returns the mean of a scalar over the processes that train replicas; None for one process.
 
     Raises:
-        UnsupportedError: a parameter is sharded, or the monitor reads activations.
+        UnsupportedError: parameters of FSDP1, or the monitor reads activations.
     """
 
     def __init__(
@@ -48,12 +47,7 @@ class LoopMonitor:
         parameters = {
             name.removeprefix("module.").replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad
         }
-        for name, p in parameters.items():
-            if local_tensor_of(p) is not p:
-                raise UnsupportedError(
-                    f"a monitor of a loop reads parameters that are whole in every process. Received: {name!r}, which "
-                    "is sharded. polyamp.train_step(..., monitor=monitor) reads sharded ones."
-                )
+        self._shards = ParameterShards(parameters)
         self.monitor = monitor
         self._selection = monitor.loop_selection()
         self._parameters = parameters
@@ -79,8 +73,9 @@ class LoopMonitor:
             return
         self._view = self._state_view(state)
         self._update = MonitoredUpdate(self._view, self._selection)
+        self._shards.complete_gradients()
         grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        self._norm = _global_norm(list(grads.values()), carried, state.scale)
+        self._norm = _global_norm(grads, self._shards, carried, state.scale)
         self._update.measure(grads, carried)
 
     def end_iteration(self, state: LossScaleState, found: torch.Tensor) -> None:
@@ -112,8 +107,8 @@ class LoopMonitor:
             device=state.scale.device,
             scale_state=state,
             parameters=self._parameters,
-            replicas=SimpleNamespace(parts_by_name=lambda named: {}),
-            plain=lambda tensors: tensors,
+            replicas=self._shards,
+            plain=self._shards.plain,
             backend=SimpleNamespace(name="torch", to_numpy=to_numpy),
             recipe=self._recipe,
             groups=SimpleNamespace(numbers=dict.fromkeys(self._parameters, 0)),
@@ -121,8 +116,14 @@ class LoopMonitor:
 
 
 @torch.no_grad()
-def _global_norm(grads: list[torch.Tensor], carried: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the unscaled gradients, float32 scalar."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(like.device) for grad in grads]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(like).double()
+def _global_norm(
+    grads: Mapping[str, torch.Tensor], shards: ParameterShards, carried: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor:
+    """Return the norm of the unscaled gradients over all processes, float32 scalar on the device of `like`."""
+    parts, squares = shards.parts_by_name(grads), torch.zeros((), dtype=torch.float64, device=like.device)
+    if grads:
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in shards.plain(list(grads.values()))]
+        own = [norm.square().to(like.device) * parts.get(name, 1.0) for name, norm in zip(grads, norms, strict=True)]
+        squares = torch.stack(own).sum()
+    norm: torch.Tensor = shards.all_reduce_vector(squares).sqrt()
     return (norm if carried is None else norm / carried.double()).float()

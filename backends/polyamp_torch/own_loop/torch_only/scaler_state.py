@@ -17,12 +17,11 @@ from torch.amp.grad_scaler import OptState
 from polyamp.array_namespace import PYTHON, ArrayNamespace, array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.scaler import LossScaler, LossScaleState
-from polyamp_torch.arrays import scalar_like
+from polyamp_torch.arrays import can_read_without_sync, scalar_like
 from polyamp_torch.compat import new_optimizer_record
 from polyamp_torch.own_loop.torch_only.loop_monitor import LoopMonitor
 from polyamp_torch.own_loop.torch_only.loop_record import LoopRecord
 from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
-from polyamp_torch.step.grad_stats import can_read_without_sync
 
 STATE_DICT_KEYS: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """Keys of `torch.amp.GradScaler.state_dict()`."""

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.compat import module_buffers, non_persistent_buffers
-from polyamp_torch.step.grad_stats import can_read_without_sync
 
 
 class ResizedBuffer(NamedTuple):

@@ -25,11 +25,10 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES, detach_leaf, memory_address, to_device
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, can_read_without_sync, detach_leaf, memory_address, to_device
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import stack_aux
 from polyamp_torch.step.forward_backward import stash_grads
-from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.loss_weights import total_scale
 from polyamp_torch.step.output_figures import with_output_figures
 from polyamp_torch.step.parameter_writes import WRITE_PREFIX, GradientWrites

@@ -15,7 +15,7 @@ import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import is_spec
-from polyamp_torch.distributed import optimizer_shards
+from polyamp_torch.distributed.torch_only import optimizer_shards
 
 _UNSUPPORTED_OPTIMIZERS: Final = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)

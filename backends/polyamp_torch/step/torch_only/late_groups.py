@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.step.state import TorchState
 
 Tensors = list[torch.Tensor]

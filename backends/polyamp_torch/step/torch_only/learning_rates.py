@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.arrays import XP
-from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.arrays import XP, can_read_without_sync
 
 
 class GroupLearningRates:

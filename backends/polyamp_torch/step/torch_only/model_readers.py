@@ -24,7 +24,7 @@ from polyamp_torch.compat import (
     module_children,
     module_parameters,
 )
-from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
+from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
 from polyamp_torch.precision.torch_only.keras_layers import has_keras_layer, is_keras_layer
 from polyamp_torch.precision.torch_only.named_parameters import check_parameter_listing, tree_parameters

@@ -12,8 +12,8 @@ from collections.abc import Collection
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.compat import local_tensor_of
-from polyamp_torch.step.grad_stats import can_read_without_sync
 from polyamp_torch.step.parameter_writes import ParameterWrites
 from polyamp_torch.step.state import TorchState
 
@@ -60,7 +60,7 @@ def broadcast_writes(
     elif has_unannounced_writes(state, written.found):
         refusal = _backward_write_message(state, written.found)
     if agreed:
-        from polyamp_torch.distributed.compat import broadcast_coalesced
+        from polyamp_torch.distributed.torch_only.compat import broadcast_coalesced
 
         names = sorted(agreed)
         written.keep(names)

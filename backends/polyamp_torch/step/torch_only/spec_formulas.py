@@ -16,7 +16,7 @@ from polyamp.array_namespace import PYTHON, array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizer_spec import NativeOptimizer, Spec
 from polyamp.recipe.optimizers import SPECS
-from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP, can_read_without_sync
 from polyamp_torch.compat import (
     foreach_add,
     foreach_add_,
@@ -34,7 +34,7 @@ from polyamp_torch.compat import (
     foreach_sqrt,
     foreach_sub,
 )
-from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype, can_read_without_sync
+from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype
 
 _TORCH_SLOT_NAMES: Final = {
     own: name for spec in SPECS for native in spec.native.get("torch", ()) for name, own in native.slots.items()

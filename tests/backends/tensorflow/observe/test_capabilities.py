@@ -14,10 +14,17 @@ from tests.core.doctor.backend_checks import check_operations, measure_small
 CPU = PROBE.devices()[-1]
 
 
+def cuts_bfloat16_off() -> bool:
+    """On some processors (seen with AVX2 alone) TensorFlow's own products are cut off where others, and XLA, round."""
+    row = tf.constant([[1.0, 2.0**-8 + 2.0**-9]], tf.bfloat16)  # its sum is 1 and three quarters of the last place
+    return float(tf.matmul(tf.tile(row, (64, 1)), tf.ones((2, 64), tf.bfloat16))[0, 0]) == 1.0
+
+
 def test_every_dtype_is_measured() -> None:
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     found = measure_small(PROBE, CPU)
-    assert found.dtypes["bfloat16"].accumulation_error == pytest.approx(1.63e-3, rel=0.1)
+    error = 3.3e-3 if cuts_bfloat16_off() else 1.63e-3  # of a result that is cut off, of one that is rounded
+    assert found.dtypes["bfloat16"].accumulation_error == pytest.approx(error, rel=0.1)
     assert found.dtypes["float8_e5m2"].verdict == "fails"
     assert "float8_e5m2 is not in the list of allowed values" in found.dtypes["float8_e5m2"].reason
     assert tf.config.experimental.tensor_float_32_execution_enabled() is before

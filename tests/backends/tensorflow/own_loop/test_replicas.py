@@ -15,7 +15,7 @@ import polyamp
 from polyamp.errors import BatchError, LossScaleError, PolyampError, UnsupportedError
 from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.step.replicas import skip_gradient_reduction
+from polyamp_tensorflow.step.tensorflow_only.optimizer_patches import skip_gradient_reduction
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
 

@@ -14,7 +14,7 @@ from keras import layers
 from polyamp.errors import PortError
 from polyamp.porting import rollback
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_tensorflow.porting import fill
+from polyamp_keras.porting import fill
 from polyamp_tensorflow.porting.converter import CONVERTER
 
 

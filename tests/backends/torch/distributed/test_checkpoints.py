@@ -266,7 +266,7 @@ def test_s33_the_guides_program_resumes(tmp_path: Path) -> None:
 def killed(rank: int, folder: str, when: str) -> str:
     """Save over an older checkpoint; rank 1, or 0 around the manifest, is killed at a moment of its own."""
     from polyamp.train import sharded_checkpoint
-    from polyamp_torch.distributed import checkpoint_io
+    from polyamp_torch.distributed.torch_only import checkpoint_io
 
     polyamp.save(fresh("fsdp2", 0), f"{folder}/{when}")
     state = fresh("fsdp2", 7)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polyamp
 from polyamp.errors import ModelError, PolicyError, ReplicaError
 from polyamp.rules import failure_report, rank_comparison
-from polyamp_torch.distributed import failure_guard
+from polyamp_torch.distributed.torch_only import failure_guard
 from tests import ranks
 
 WAIT = 3.0

@@ -18,7 +18,7 @@ import polyamp
 from polyamp.errors import CheckpointError, ReplicaError, StateError
 from polyamp.rules import resume_rng_seeds, single_file_save
 from polyamp.train import checkpoint
-from polyamp_torch.distributed import failure_guard
+from polyamp_torch.distributed.torch_only import failure_guard
 from tests import ranks
 from tests.backends.torch.distributed.test_checkpoints import advance, differences, fresh, whole
 

@@ -3,14 +3,19 @@ with those of `train_step`, and `test_adapter_ranks` those of two processes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricShards
+from lightning.pytorch.strategies import ModelParallelStrategy as LightningShards
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import polyamp
 from polyamp.monitor.records import MonitorRecord
@@ -42,6 +47,13 @@ class Module(pl.LightningModule):
         net = Net()
         self.first, self.head, self.make = net.first, net.head, make
         self.automatic_optimization = not manual
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh  # of a ModelParallelStrategy
+        if mesh is not None:
+            for part in (self.first, self.head):
+                fully_shard(part, mesh=mesh["data_parallel"])
+            fully_shard(self, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Batch, index: int) -> Any:
         loss = loss_fn(lambda x: self.head(torch.tanh(self.first(x))), batch)
@@ -120,8 +132,8 @@ def fabric(
     made = Fabric(accelerator="cpu", plugins=plugin, **several)
     if several:
         made.launch()
-    net = Net()
-    model, optimizer = made.setup(net, make(net.parameters()))
+    model = made.setup_module(Net())
+    optimizer = made.setup_optimizers(make(model.parameters()))
     for number, batch in enumerate(data, 1):
         made.backward(loss_fn(model, batch) / accumulate)
         if number % accumulate == 0:
@@ -134,7 +146,7 @@ def accelerated(
     policy: str, monitor: polyamp.Monitor, data: list[Batch], make: Any, accumulate: int = 1, **several: Any
 ) -> None:
     scaler = SCALER if policy == "mixed_float16" else None
-    made = Accelerator(policy, scaler, cpu=True, monitor=monitor, gradient_accumulation_steps=accumulate)
+    made = Accelerator(policy, scaler, cpu=True, monitor=monitor, gradient_accumulation_steps=accumulate, **several)
     net = Net()
     model, optimizer = made.prepare(net, make(net.parameters()))
     for batch in data:
@@ -147,6 +159,18 @@ def accelerated(
 
 
 LOOPS: Final[dict[str, Callable[..., None]]] = {"lightning": lightning, "fabric": fabric, "accelerate": accelerated}
+
+
+RANK_LOOPS: Final = [
+    *[(library, engine, "mixed_float16") for library in LOOPS for engine in ("ddp", "fsdp2")],
+    ("fabric", "fsdp2", "mixed_bfloat16"),
+]
+"""Library, engine and policy of each training in two processes."""
+
+
+def bad_batch(policy: str) -> int | None:
+    """Return which batch overflows: none where nothing is skipped."""
+    return 2 if policy == "mixed_float16" else None
 
 
 def assert_alike(records: list[MonitorRecord], wanted: list[MonitorRecord]) -> None:
@@ -171,18 +195,34 @@ def assert_alike(records: list[MonitorRecord], wanted: list[MonitorRecord]) -> N
             assert own.update_ratio == pytest.approx(theirs.update_ratio, rel=2e-2)
 
 
-def monitored_ranks(rank: int) -> dict[str, list[MonitorRecord]]:
-    """Records of every library in one of two processes, each of which has half of each batch."""
+def sharded_over(net: Any, mesh: Any) -> Any:
+    for part in (net.first, net.head, net):
+        fully_shard(part, mesh=mesh["data_parallel"])
+    return net
+
+
+def options_of(library: str, engine: str) -> dict[str, Any]:
+    """What a library is given to train in two processes."""
+    if library == "accelerate":
+        return {} if engine == "ddp" else {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    if engine == "fsdp2":
+        made: Any = LightningShards if library == "lightning" else functools.partial(FabricShards, sharded_over)
+        options["strategy"] = made(data_parallel_size=2, tensor_parallel_size=1)
+    if library == "lightning":
+        options["use_distributed_sampler"] = False
+    return options
+
+
+def monitored_ranks(rank: int) -> dict[tuple[str, str, str], list[MonitorRecord]]:
+    """Records of every library, engine and policy in one of two processes, each of which has half of each batch."""
     from tests.backends.torch.integrations.rank_loops import fresh
 
-    data = [(x[rank * 4 :][:4], y[rank * 4 :][:4]) for x, y in batches()]
     found = {}
-    for library, loop in LOOPS.items():
-        options = {} if library == "accelerate" else {"strategy": "ddp", "devices": 2}
-        if library == "lightning":
-            options["use_distributed_sampler"] = False
+    for library, engine, policy in RANK_LOOPS:
+        data = [(x[rank * 4 :][:4], y[rank * 4 :][:4]) for x, y in batches(bad=bad_batch(policy))]
         monitor = polyamp.Monitor(every=1, weights=True)
         with fresh():
-            loop("mixed_float16", monitor, data, sgd, **options)
-        found[library] = monitor.records
+            LOOPS[library](policy, monitor, data, sgd, **options_of(library, engine))
+            found[library, engine, policy] = monitor.records  # the last go to Accelerate's trackers now
     return found

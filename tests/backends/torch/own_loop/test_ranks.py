@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.own_loop import native_scaler
 from polyamp_torch.own_loop.torch_only import scaler_state
-from polyamp_torch.step import grad_stats
 from tests import ranks
 
 INF = float("inf")
@@ -29,7 +29,7 @@ def iterations(wrap: Any, *, fused: bool, init_scale: float, waits: bool) -> lis
     Of a sharded weight, the second process alone holds that row.
     """
     for module in (native_scaler, scaler_state):
-        vars(module)["can_read_without_sync"] = (lambda device: False) if waits else grad_stats.can_read_without_sync
+        vars(module)["can_read_without_sync"] = (lambda device: False) if waits else can_read_without_sync
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)

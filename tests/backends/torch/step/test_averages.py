@@ -33,8 +33,7 @@ def recipe(**settings: Any) -> polyamp.Recipe:
     )
 
 
-@pytest.mark.parametrize("statistics", ["current", "average"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("statistics", "compiled"), [("current", False), ("average", False), ("average", True)])
 def test_s34_averages_are_those_of_swa_utils(statistics: Any, compiled: bool, way: str) -> None:
     """Bit for bit, through skipped steps, of which `AveragedModel` knows nothing."""
     made = recipe(ema=polyamp.Ema(0.9, statistics=statistics))

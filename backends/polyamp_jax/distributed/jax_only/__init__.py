@@ -1,0 +1,1 @@
+"""Parts of this room that only JAX needs: shardings on a device mesh, its coordination service, and its errors."""

@@ -1,0 +1,1 @@
+"""Replicas of a `tf.distribute` strategy: reductions over them, their processes, and the step on them."""

@@ -1,1 +1,0 @@
-"""Parts of porting that only TensorFlow and Keras need."""

@@ -1,0 +1,1 @@
+"""Parts of this room that only torch needs: its parallel engines, sharded tensors, and reports of failures."""
