@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import torch
 
 from polyamp.contract.harness import DenseWeights
@@ -40,7 +41,14 @@ class KerasTorchHarness(KerasHarness):
         return self._torch.array(value)
 
     def float64(self) -> contextlib.AbstractContextManager[Any]:
-        return self._torch.float64()
+        raise UnsupportedError("on torch Keras computes with 64-bit numbers in 32 bits.")
+
+    def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
+        inputs = keras.Input((600,))
+        matrices = keras.ops.reshape(keras.layers.Identity()(inputs), (-1, 4, 4))
+        linear = {"det": keras.Model(inputs, keras.ops.det(matrices))}  # of dense matrices: of others, torch takes
+        families = super().sensitive()  # the transposed or the matrix itself, by its layout, which rounds differently
+        return {**families, "linear algebra": {**families["linear algebra"], **linear}}
 
     def matmul(self, left: Any, right: Any) -> Any:
         return self._torch.matmul(left, right)

@@ -238,12 +238,13 @@ REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
     (UnsupportedError, "does not trace the layers", lambda model: COMPILED(polyamp.init(model, RECIPE), rows(0))),
     (StateError, "cannot be pickled or copied", lambda model: copy.deepcopy(polyamp.init(model, RECIPE))),
     (ModelError, "takes a built model", lambda model: polyamp.init(keras.layers.Dense(2), RECIPE)),
+    (UnsupportedError, "with 64-bit numbers in 32 bits", lambda model: polyamp.init(model, polyamp.Recipe("float64"))),
     (UnsupportedError, "the op list of torch", lambda model: polyamp.explain(model, RECIPE.policy, rows(0)[0])),
 ]
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "run"), REFUSED, ids=["loss", "optimizer", "compile", "copy", "unbuilt", "explain"]
+    ("error", "message", "run"), REFUSED, ids=["loss", "optimizer", "compile", "copy", "unbuilt", "float64", "explain"]
 )
 def test_s20_what_is_not_supported_says_what_to_write(
     error: type[Exception], message: str, run: Callable[[Any], Any], model: Any

@@ -17,8 +17,8 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.interrupts import close_stale_blocks as close_stale_keras_blocks
-from polyamp_keras.models.layers import require_built
-from polyamp_keras.precision.apply_policy import resolve_policy
+from polyamp_keras.models.layers import build_by_call, is_built
+from polyamp_keras.precision import apply_policy
 from polyamp_keras.precision.bound_model import BoundKerasModel, bound_parameters, root_model
 from polyamp_keras.precision.policy_application import PolicyTemplate
 from polyamp_torch.compat import NULL_CONTEXT
@@ -159,17 +159,41 @@ def keras_parameters(model: Any) -> dict[str, torch.Tensor]:
     return {name: variable.value for name, variable in bound_parameters(model).items()}
 
 
-def keras_autocast(target: Any, policy: Policy) -> Callable[..., Any]:
-    """Return a Keras model or layer, or a bound one, under a policy.
+def resolve_policy(model: Any, policy: Policy) -> ResolvedPolicy:
+    """Resolve a policy for a Keras model on torch.
 
     Raises:
-        ModelError: the model is not built.
+        PolicyError: an override or a rule matches no layer.
+        UnsupportedError: Keras cannot follow the policy on torch.
+    """
+    if policy.param == "float64":
+        raise UnsupportedError(
+            "on torch Keras computes with 64-bit numbers in 32 bits, whatever the dtype of its layers. Received: "
+            f"{policy}. Use param='float32', Keras on TensorFlow, or a model of torch's own layers."
+        )
+    return apply_policy.resolve_policy(model, policy)
+
+
+def keras_autocast(target: Any, policy: Policy) -> Callable[..., Any]:
+    """Return a Keras model or layer, or a bound one, under a policy. The first call builds an unbuilt one.
+
+    Raises:
         UnsupportedError, PolicyError: it cannot follow the policy.
     """
     bound = isinstance(target, KerasPolicyModule)
     model = target._model if bound else target
-    require_built(model, "autocast")
-    return KerasPolicyModule(model, resolve_policy(model, policy), in_step=bound and target._in_step)
+    plan = resolve_policy(model, policy)
+    if is_built(model):
+        return KerasPolicyModule(model, plan, in_step=bound and target._in_step)
+    made: list[KerasPolicyModule] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            build_by_call(model, args, kwargs)
+            made.append(KerasPolicyModule(model, resolve_policy(model, policy), in_step=False))
+        return made[0](*args, **kwargs)
+
+    return call
 
 
 def _foreign_nesting() -> int:

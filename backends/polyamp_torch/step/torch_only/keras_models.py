@@ -26,11 +26,10 @@ from polyamp.rules.parameter_kinds import ParameterLeaf
 from polyamp_keras.models.copies import copy_model
 from polyamp_keras.models.layers import StructureSnapshot, layer_path_aliases, list_layers, require_built
 from polyamp_keras.models.variables import model_variables, parameter_leaves
-from polyamp_keras.precision.apply_policy import resolve_policy
 from polyamp_keras.precision.output_casts import check_loss_dtype
 from polyamp_keras.precision.regularization_losses import warn_missing_regularization
 from polyamp_torch.precision.torch_only.keras_layers import is_keras_optimizer
-from polyamp_torch.precision.torch_only.keras_policy_module import KerasPolicyModule
+from polyamp_torch.precision.torch_only.keras_policy_module import KerasPolicyModule, resolve_policy
 from polyamp_torch.step.torch_only.buffers import BufferOwner, BufferOwners
 from polyamp_torch.step.torch_only.model_readers import ModuleReader, Parameters, keras_engine_error
 
