@@ -333,6 +333,21 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
     model._symbolic_build(data_batch=data_batch)
 
 
+def global_seed_variable() -> Any:
+    """Return the seed variable that Keras uses where no generator is given; None before its first use."""
+    from keras.src.backend.common import global_state
+
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else generator.state
+
+
+def random_module() -> Any:
+    """Return the module of random functions of Keras's backend. Keras looks each of them up at every call."""
+    from keras.src import backend
+
+    return backend.random
+
+
 def replace_variable(variable: Any, value: Any) -> Any:
     """Replace what a Keras variable contains, possibly by a value of another dtype.
 

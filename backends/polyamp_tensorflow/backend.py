@@ -197,7 +197,7 @@ class TensorFlowBackend:
 
     @property
     def porting(self) -> Converter:
-        from polyamp_tensorflow.porting.converter import CONVERTER
+        from polyamp_keras.porting.converter import CONVERTER
 
         return CONVERTER
 

@@ -47,14 +47,6 @@ def untraced_function(function: Any) -> Any:
 # Random numbers.
 
 
-def global_seed_variable() -> Any:
-    """Return the seed variable that Keras uses where no generator is given; None before its first use."""
-    from keras.src.backend.common import global_state
-
-    generator = global_state.get_global_attribute("global_seed_generator")
-    return None if generator is None else generator.state
-
-
 def operation_seed_source() -> random.Random | None:
     """Return the generator of seeds for TensorFlow's unseeded random operations; None before `tf.random.set_seed`."""
     from tensorflow.python.eager import context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,55 @@ from polyamp.reference.backend import BACKEND as REFERENCE
 from polyamp.reference.harness import ReferenceHarness
 
 SIZES = (16, 32, 16)
-EMULATED = Float8(emulate=True)
+BLOCK_SIZES = (64, 32, 32)
+"""Sizes that products with blocks of 32 accept."""
+PolicyOf = Callable[[str], polyamp.Policy]
 
 
 @pytest.fixture
-def policy(backend: Backend, harness: Harness) -> polyamp.Policy:
-    """Return the policy. A backend without such products refuses it by name, which is all that is asked of it."""
-    chosen = polyamp.Policy("mixed_float8", float8=EMULATED)
-    if not hasattr(backend, "has_float8_products"):
-        with pytest.raises(UnsupportedError, match=r"no products in 8 bits \(S36\)"):
-            polyamp.init(harness.mlp(layers(SIZES)), recipe(chosen))
-        return polyamp.Policy("mixed_bfloat16")
-    return chosen
+def policy_of(backend: Backend, harness: Harness) -> PolicyOf:
+    """Return the policy by its scaling. A backend without such products refuses it by name, which is all that is asked
+    of it."""
+
+    def made(scaling: str) -> polyamp.Policy:
+        chosen = polyamp.Policy("mixed_float8", float8=Float8(scaling=scaling, emulate=True))
+        if not hasattr(backend, "has_float8_products"):
+            with pytest.raises(UnsupportedError, match=r"no products in 8 bits \(S36\)"):
+                polyamp.init(harness.mlp(layers(SIZES)), recipe(chosen))
+            return polyamp.Policy("mixed_bfloat16")
+        return chosen
+
+    return made
 
 
-def data(**options: Any) -> Any:
-    return batch(inputs=16, outputs=16, **options)
+@pytest.fixture
+def policy(policy_of: PolicyOf) -> polyamp.Policy:
+    return policy_of("tensor")
+
+
+def data(sizes: tuple[int, ...] = SIZES, **options: Any) -> Any:
+    return batch(inputs=sizes[0], outputs=sizes[-1], **options)
+
+
+def uneven(size: int = 16) -> Any:
+    """A batch for `BLOCK_SIZES`: half of its rows are small, and so are half of the numbers of each row."""
+    made = data(BLOCK_SIZES, size=size)
+    made["x"][size // 2 :] *= 2.0**-30
+    made["x"][:, 32:] *= 2.0**-20
+    return made
+
+
+def moves(harness: Harness, policy: polyamp.Policy, sizes: tuple[int, ...], whole: Any, parts: int) -> Any:
+    """Yield how far a step moves each array, here and in the reference."""
+    batches, moved = whole if parts == 1 else split_rows(whole, [8, 8]), []
+    for module in (harness, ReferenceHarness(REFERENCE)):
+        made = recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=parts)
+        state = polyamp.init(module.mlp(layers(sizes)), made)
+        before = module.weights(state)
+        state, _ = advance(state, [batches])
+        after = module.weights(state)
+        moved.append([new - old for a, b in zip(after, before, strict=True) for new, old in zip(a, b, strict=True)])
+    yield from zip(*moved, strict=True)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -40,18 +74,18 @@ def test_s36_a_step_is_that_of_the_reference(harness: Harness, policy: polyamp.P
     """Micro-batches have scales of their own: with one for both, the second would be 0."""
     whole = data(size=16)
     whole["x"][8:] *= 2.0**-30
-    batches = whole if parts == 1 else split_rows(whole, [8, 8])
-    moved = []
-    for module in (harness, ReferenceHarness(REFERENCE)):
-        made = recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=parts)
-        state = polyamp.init(module.mlp(layers(SIZES)), made)
-        before = module.weights(state)
-        state, _ = advance(state, [batches])
-        after = module.weights(state)
-        moved.append([new - old for a, b in zip(after, before, strict=True) for new, old in zip(a, b, strict=True)])
-    for here, there in zip(*moved, strict=True):
+    for here, there in moves(harness, policy, SIZES, whole, parts):
         # bfloat16's roundoff, in an activation that is rounded to 8 bits again: now and then to the next number
         assert np.abs(here - there).max() <= 2.0**-5 * np.abs(there).max()
+
+
+@pytest.mark.parametrize(("scaling", "parts"), [("row", 1), ("block32", 2)])
+def test_s36_a_step_with_scales_of_rows_or_blocks_is_that_of_the_reference(
+    harness: Harness, policy_of: PolicyOf, scaling: str, parts: int
+) -> None:
+    for here, there in moves(harness, policy_of(scaling), BLOCK_SIZES, uneven(), parts):
+        # the next number of a gradient in float8_e5m2 is 1/4 from it: such numbers are few
+        assert np.linalg.norm(here - there) <= 2.0**-4 * np.linalg.norm(there)
 
 
 def test_s36_products_differ_from_bfloat16s_by_the_roundoff_of_8_bits(
@@ -76,27 +110,38 @@ def test_s36_a_loss_scale_changes_nothing(harness: Harness, policy: polyamp.Poli
     np.testing.assert_array_equal(weights[1.0], weights[1024.0])
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-@pytest.mark.parametrize("place", ["x", "gain"])
+@pytest.mark.parametrize(
+    ("place", "value", "scaling"),
+    [
+        ("x", np.inf, "tensor"),
+        ("x", np.nan, "tensor"),
+        ("gain", np.inf, "tensor"),
+        ("gain", np.nan, "tensor"),
+        ("x", np.inf, "row"),
+        ("gain", np.inf, "block32"),
+    ],
+)
 def test_s36_what_is_not_finite_skips_the_step(
-    backend: Backend, harness: Harness, policy: polyamp.Policy, place: str, value: float
+    backend: Backend, harness: Harness, policy_of: PolicyOf, place: str, value: float, scaling: str
 ) -> None:
-    state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy, scaler=polyamp.LossScaler(init_scale=2.0)))
+    made = recipe(policy_of(scaling), scaler=polyamp.LossScaler(init_scale=2.0))
+    state = polyamp.init(harness.mlp(layers(BLOCK_SIZES)), made)
     before = flat_weights(harness, state)
-    bad = data()
+    bad = data(BLOCK_SIZES)
     bad[place][1, 2] = value
     state, (result,) = advance(state, [bad])
     assert bool(backend.to_numpy(result.skipped))
     np.testing.assert_array_equal(flat_weights(harness, state), before)
 
 
-def test_s36_sizes_that_are_no_multiple_of_16_stay_in_bfloat16(
-    backend: Backend, harness: Harness, policy: polyamp.Policy
+@pytest.mark.parametrize(("scaling", "sizes"), [("tensor", (4, 8, 3)), ("block32", (16, 32, 16))])
+def test_s36_sizes_that_are_no_multiple_of_16_or_32_stay_in_bfloat16(
+    harness: Harness, policy_of: PolicyOf, scaling: str, sizes: tuple[int, ...]
 ) -> None:
-    del backend
     ends = []
-    for chosen in (policy, polyamp.Policy("mixed_bfloat16")):
-        state, _ = advance(polyamp.init(harness.mlp(layers((4, 8, 3))), recipe(chosen)), [batch(), batch(seed=1)])
+    for chosen in (policy_of(scaling), polyamp.Policy("mixed_bfloat16")):
+        batches = [data(sizes), data(sizes, seed=1)]
+        state, _ = advance(polyamp.init(harness.mlp(layers(sizes)), recipe(chosen)), batches)
         ends.append(flat_weights(harness, state))
     np.testing.assert_array_equal(ends[0], ends[1])
 
@@ -134,3 +179,30 @@ def test_s36_a_micro_batch_of_small_numbers_is_not_flushed(
     assert np.abs(alone / small - 1.0).max() < 2.0**-3
     both = np.asarray(backend.to_numpy(run(harness.array(np.concatenate([small, data()["x"]])))))
     assert (both[: len(small)] == 0).all() or policy.float8 is None
+
+
+def identity(harness: Harness, gain: float) -> Any:
+    kernel = gain * np.eye(64, dtype=np.float32)
+    return harness.mlp([DenseWeights(kernel, np.zeros(64, np.float32))])
+
+
+@pytest.mark.parametrize("scaling", ["row", "block32"])
+def test_s36_small_rows_and_blocks_are_not_flushed(
+    backend: Backend, harness: Harness, policy_of: PolicyOf, scaling: str
+) -> None:
+    """A row of small numbers has a scale of its own; small numbers of a row have one with blocks alone."""
+    policy, x = policy_of(scaling), uneven()["x"]
+    out = np.asarray(backend.to_numpy(policy.autocast(identity(harness, 1.0))(harness.array(x))))
+    near = np.abs(out / x - 1.0) < 2.0**-3
+    assert near[:, :32].all()  # also in the rows that are 2^-30 of the others
+    assert (near[:, 32:].all() if scaling == "block32" else (out[:, 32:] == 0).all()) or policy.float8 is None
+
+
+@pytest.mark.parametrize("scaling", ["row", "block32"])
+def test_s36_the_largest_numbers_divided_by_their_scales_are_no_infinity(
+    backend: Backend, harness: Harness, policy_of: PolicyOf, scaling: str
+) -> None:
+    """The largest bfloat16 number rounds to 256 in 8 bits, with the scale 2^-120: together 2^128."""
+    policy, x = policy_of(scaling), np.full((8, 64), np.float32(2.0**128 - 2.0**120))
+    out = np.asarray(backend.to_numpy(policy.autocast(identity(harness, 2.0**-100))(harness.array(x))))
+    assert policy.float8 is None or (out == 2.0**28).all()

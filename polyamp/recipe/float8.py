@@ -20,8 +20,10 @@ LARGEST_EXPONENTS: Final = {"float8_e4m3fn": 8, "float8_e5m2": 15}
 LARGEST_SCALE_EXPONENT: Final = 100
 """With it, float32's subnormal numbers round to 0 in both formats; devices that flush them agree with those that do
 not."""
-SIZE_FACTOR: Final = 16
-"""Sizes of a parameter's axes that a product in 8 bits accepts are multiples of it, as in tensor cores."""
+BLOCK: Final = 32
+"""Numbers along the contracted axis that share a scale with "block32", as in the MX formats."""
+SCALINGS: Final = {"tensor": 16, "row": 16, "block32": BLOCK}
+"""Scaling -> number of which a parameter's sizes are multiples in a product in 8 bits: 16 as in tensor cores."""
 HEAD_NAMES: Final = frozenset({"head", "lm_head", "output", "logits", "classifier", "predictions"})
 """Last path segments of modules that stay in the compute dtype, unless an override says "float8"."""
 SECOND_DERIVATIVES: Final = (
@@ -32,22 +34,22 @@ SECOND_DERIVATIVES: Final = (
 _REFUSED_SCALINGS: Final = {
     "delayed": "it scales by the largest values of earlier steps, so that a step depends on its history, and values "
     "that grow are cut",
-    "row": "the scales of rows do not factor out of the product that sums over the rows, the parameter's gradient",
-    "block32": "MXFP8's scales of 32 elements are not in this version",
 }
 
 
 class Float8(Record, kw_only=True):
-    """Products of activations with parameters in 8 bits (S36): one scale per tensor, from the tensor itself.
+    """Products of activations with parameters in 8 bits (S36), with scales from the tensors themselves.
 
     Args:
         gradients: format of the gradients that enter the two backward products: "float8_e5m2" or "float8_e4m3fn".
             Activations and parameters are in "float8_e4m3fn".
-        scaling: "tensor", the only one: a power of two per tensor, from its largest magnitude now.
+        scaling: what has a scale of its own, a power of two from its largest magnitude now: "tensor"; "row", the
+            numbers that are summed to one number of a product; or "block32", 32 of those numbers, as in MXFP8. The last
+            two are emulated only.
         emulate: True to compute the products of the same 8-bit numbers in float32, on any device.
 
     Raises:
-        PolicyError: another format or scaling.
+        PolicyError: another format or scaling; scales of rows or blocks without `emulate`.
 
     Example:
         >>> from polyamp import Float8, Policy
@@ -68,14 +70,21 @@ class Float8(Record, kw_only=True):
                 f"float8.gradients must be one of {', '.join(GRADIENT_FORMATS)}. Received: {self.gradients!r}."
                 f"{did_you_mean(str(self.gradients), GRADIENT_FORMATS)}"
             )
-        if self.scaling != "tensor":
+        if not isinstance(self.scaling, str) or self.scaling not in SCALINGS:
             reason = _REFUSED_SCALINGS.get(str(self.scaling))
             raise PolicyError(
-                f"float8.scaling must be 'tensor'. Received: {self.scaling!r}"
-                + (f": {reason}." if reason else "." + did_you_mean(str(self.scaling), ["tensor"]))
+                f"float8.scaling must be one of {', '.join(SCALINGS)}. Received: {self.scaling!r}"
+                + (f": {reason}." if reason else "." + did_you_mean(str(self.scaling), SCALINGS))
             )
         if not isinstance(self.emulate, bool):
             raise PolicyError(f"float8.emulate must be True or False. Received: {self.emulate!r}.")
+        if self.scaling != "tensor" and not self.emulate:
+            raise PolicyError(
+                f"float8.scaling={self.scaling!r} needs emulate=True: this version has no product on a device with "
+                f"scales of {'rows' if self.scaling == 'row' else 'blocks'}. Received: emulate=False. Use "
+                f"Float8(scaling={self.scaling!r}, emulate=True) to compute the products of the 8-bit numbers in "
+                "float32, or Float8(), which has one scale per tensor."
+            )
 
 
 def parse_float8(value: Any) -> Float8 | None:
@@ -92,6 +101,15 @@ def parse_float8(value: Any) -> Float8 | None:
         f"float8 must be a polyamp.Float8, its fields by name, or None. Received: {value!r}. Policy('mixed_float8') "
         "has its defaults."
     )
+
+
+def accepts_sizes(sizes: Iterable[int], scaling: str) -> bool:
+    """Return whether a parameter's contracted and other size are those of products in 8 bits.
+
+    >>> accepts_sizes((64, 48), "row"), accepts_sizes((64, 48), "block32")
+    (True, False)
+    """
+    return not any(size % SCALINGS[scaling] for size in sizes)
 
 
 def head_paths(paths: Iterable[str]) -> list[str]:

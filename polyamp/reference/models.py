@@ -99,7 +99,7 @@ class MLP:
         else:
             place = plan.at(path)
             with ops.casting_mode(place.dtype, sensitive=plan.kept):
-                if place.float8 is not None and float8.accepts(ops.tensor(kernel).data):
+                if place.float8 is not None and float8.accepts(ops.tensor(kernel).data, place.float8):
                     product = float8.matmul(h, kernel, place.dtype, place.float8)
                 else:
                     product = ops.matmul(h, kernel)

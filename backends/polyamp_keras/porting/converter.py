@@ -10,7 +10,8 @@ from polyamp_keras.porting import evaluate, files, fill, inventory
 
 
 class KerasConverter:
-    """`Converter` and `FileConverter` for Keras layers and models.
+    """`Converter` and `FileConverter` for Keras layers and models, also bound to a policy; on TensorFlow
+    for other models with variables too.
 
     Example:
         >>> import keras

@@ -23,6 +23,7 @@ from polyamp_keras.models.layers import is_layer, list_layers, recurrent_cells, 
 from polyamp_keras.models.variables import model_variables
 from polyamp_keras.porting.fill import assign
 from polyamp_keras.porting.inventory import KerasInventory, read_keras_model
+from polyamp_keras.precision.bound_model import native_model
 from polyamp_keras.precision.keras_policies import is_quantized
 from polyamp_keras.precision.policy_application import PolicyApplication
 
@@ -38,6 +39,7 @@ def evaluate(
     Raises:
         UnsupportedError: the process cannot compute the gradients of some layers.
     """
+    model = native_model(model)
     found = read_keras_model(model)
     check_gradients(found, "check", "port without check=")
     args, kwargs = _arguments(batch)
@@ -52,7 +54,7 @@ def evaluate(
         outputs = [keras.ops.cast(leaf, "float32") if is_floating(leaf) else leaf for leaf in keras.tree.flatten(given)]
         return outputs, calls.values
 
-    with _preserve_state(model), _force_float32(model), ENGINE.matmul_precision("highest"):
+    with preserve_pass_state(model), _force_float32(model), ENGINE.matmul_precision("highest"):
         result = ENGINE.differentiate(call, list(weights.values()), cotangents)
     of_inputs, of_outputs = (
         {path: values for (is_input, path), values in result.observed.items() if is_input is kind}
@@ -89,7 +91,7 @@ def _to_tensor(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _preserve_state(model: Any) -> Iterator[None]:
+def preserve_pass_state(model: Any) -> Iterator[None]:
     """Context manager that restores what a forward pass writes: statistics, seeds, states of stateful layers."""
     found = model_variables(model)
     written = [*found.running.values(), *found.rng.values(), *found.rewritten.values()]

@@ -39,6 +39,7 @@ from polyamp_keras.porting.h5_archive import (
     local_member,
 )
 from polyamp_keras.porting.inventory import KerasInventory, read_keras_model
+from polyamp_keras.precision.bound_model import native_model
 
 _ZEROS: Final[Mapping[str, Any]] = {
     "module": "keras.initializers",
@@ -77,6 +78,7 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
 
 def write_model(path: Path, model: Any) -> None:
     """Save a model with Keras (see `FileConverter`): a .keras file stores the model, a .weights.h5 file its weights."""
+    model = native_model(model)
     whole = path.name.endswith(".keras")
     if not (whole or path.name.endswith(".weights.h5")) or not isinstance(model, keras.Model):
         raise PortError(

@@ -18,6 +18,7 @@ from polyamp_keras.arrays import native_variable
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import list_layers
 from polyamp_keras.porting.inventory import read_keras_model, to_lazy
+from polyamp_keras.precision.bound_model import native_model
 
 
 def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
@@ -27,7 +28,8 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
     Raises:
         PortError: a name is unknown, or a shape or dtype differs from the variable's; nothing was changed.
     """
-    found = read_keras_model(model)
+    native = native_model(model)
+    found = read_keras_model(native)
     for name, given in leaves.items():
         if name not in found.variables:
             raise PortError(
@@ -48,7 +50,7 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
                 lambda name, values: assign(found.variables[name], values),
             )
         finally:
-            _refresh_copies(model)
+            _refresh_copies(native)
     return model
 
 

@@ -28,6 +28,7 @@ from polyamp_keras.porting.layers.layer_record import (
     refuse_modified_kernel,
 )
 from polyamp_keras.porting.suggested_code import attribute_lines, layer_expressions
+from polyamp_keras.precision.bound_model import native_model
 
 
 class KerasInventory:
@@ -151,7 +152,7 @@ class KerasInventory:
 
 def inventory(model: Any, batch: Any = None) -> Inventory:
     """Return the layers of a model; see `Converter.inventory`."""
-    return read_keras_model(model).inventory
+    return read_keras_model(native_model(model)).inventory
 
 
 def read_keras_model(model: Any) -> KerasInventory:

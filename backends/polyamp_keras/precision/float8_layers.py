@@ -13,7 +13,7 @@ from typing import Any, Final
 import keras
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.float8 import SIZE_FACTOR, head_paths
+from polyamp.recipe.float8 import accepts_sizes, head_paths
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.precision.float8_products import parse_einsum
@@ -94,4 +94,4 @@ def product_reason(layer: Any, path: str, plan: ResolvedPolicy, *, in_cell: bool
             return "compute (batch axes)"
         known = dict(zip(axes.kernel, sizes, strict=True))
         sizes = tuple(math.prod(known[letter] for letter in letters) for letters in (axes.contracted, axes.free))
-    return "compute (size)" if any(size % SIZE_FACTOR for size in sizes) else FLOAT8
+    return FLOAT8 if accepts_sizes(sizes, place.float8.scaling) else "compute (size)"

@@ -1,7 +1,8 @@
 """Products in 8 bits in Keras (S36): codes of a tensor, the product with its gradients, and the `call` of dense layers.
 
-The backward products use the codes of the forward pass, which are what is saved of an activation. No Keras backend has
-an operation that multiplies 8-bit floats, so the codes are multiplied in float32.
+What is saved of an activation is codes: those of the forward product, or with scales of rows or blocks those of the
+backward product, which sums over another axis. No Keras backend has an operation that multiplies 8-bit floats, so the
+codes are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import keras
 from keras import ops
 
-from polyamp.recipe.float8 import ACTIVATION_FORMAT, LARGEST_EXPONENTS, LARGEST_SCALE_EXPONENT, Float8
+from polyamp.recipe.float8 import ACTIVATION_FORMAT, BLOCK, LARGEST_EXPONENTS, LARGEST_SCALE_EXPONENT, Float8
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
 
@@ -22,7 +23,12 @@ _SIGNIFICAND_LIMIT: Final = 0x600000
 
 
 class Codes(NamedTuple):
-    """A tensor in 8 bits: `numbers / 2 ** exponent`, a scalar of int32."""
+    """A tensor in 8 bits: `numbers / 2 ** exponent`.
+
+    Attributes:
+        numbers: 8-bit floats.
+        exponent: int32: a scalar, or one for each row (an axis of size 1) or each block of 32 numbers of a matrix.
+    """
 
     numbers: Any
     exponent: Any
@@ -66,24 +72,47 @@ def parse_einsum(equation: str) -> EinsumAxes | None:
     return axes if is_product and all(len(set(each)) == len(each) for each in (x, kernel, out)) else None
 
 
-def quantize(x: Any, form: str) -> Codes:
-    """Return a tensor in 8 bits: times the largest power of two with which its largest magnitude fits, to nearest even.
+def quantize(x: Any, form: str, scaling: str = "tensor", axis: int = 1) -> Codes:
+    """Return a tensor in 8 bits: times powers of two, each the largest with which its numbers fit, to nearest even.
 
-    A tensor with infinity or NaN becomes NaN (S36). Nothing is cut to the largest number.
+    Numbers that share a scale with infinity or NaN become NaN (S36). Nothing is cut to the largest number.
 
     Args:
-        x: floats of any shape.
+        x: floats of any shape, or a matrix with scales of rows or blocks.
         form: "float8_e4m3fn" or "float8_e5m2".
+        scaling: which numbers share a scale: "tensor", "row" or "block32".
+        axis: the axis over which the product sums: that of the rows and blocks.
     """
     wide = ops.cast(x, "float32")
     bits = ops.bitwise_and(ENGINE.bitcast(wide, "int32"), 0x7FFFFFFF)
-    largest = ops.max(bits, initial=0)  # of integers, in whose order NaN is the largest
+    largest = _largest(bits, scaling, axis)  # of integers, in whose order NaN is the largest
     exponent, fraction = ops.right_shift(largest, 23), ops.bitwise_and(largest, 0x7FFFFF)
     above = ops.cast(fraction > _SIGNIFICAND_LIMIT, "int32")
     k = ops.minimum(LARGEST_EXPONENTS[form] + 127 - exponent - above, LARGEST_SCALE_EXPONENT)
     k = ops.where(ops.logical_or(exponent == 0, exponent == 0xFF), ops.zeros_like(k), k)
     scale = ops.where(exponent == 0xFF, math.nan, _power_of_two(k))
+    if scaling == "block32":
+        scale = _spread(scale, ops.shape(x)[axis], axis)
     return Codes(ops.cast(wide * scale, form), k)
+
+
+def _largest(bits: Any, scaling: str, axis: int) -> Any:
+    """Return the largest of the integers whose numbers share a scale."""
+    if scaling == "tensor":
+        return ops.max(bits, initial=0)
+    if scaling == "row":
+        return ops.max(bits, axis, keepdims=True, initial=0)
+    missing = -ops.shape(bits)[axis] % BLOCK  # in the last block of a number of rows, which a graph may not know
+    bits = ops.pad(bits, [[0, missing], [0, 0]] if axis == 0 else [[0, 0], [0, missing]])
+    columns = bits.shape[1]
+    blocks = (-1, BLOCK, columns) if axis == 0 else (-1, columns // BLOCK, BLOCK)
+    return ops.max(ops.reshape(bits, blocks), axis + 1, initial=0)
+
+
+def _spread(of_blocks: Any, size: Any, axis: int) -> Any:
+    """Return the number of each block for each of the `size` elements along an axis."""
+    spread = ops.repeat(of_blocks, BLOCK, axis)
+    return spread[:size] if axis == 0 else spread[:, :size]
 
 
 def _power_of_two(exponent: Any) -> Any:
@@ -91,42 +120,71 @@ def _power_of_two(exponent: Any) -> Any:
     return ENGINE.bitcast(ops.left_shift(exponent + 127, 23), "float32")
 
 
-def multiply(x: Any, w: Any, gradients: str) -> Any:
+def multiply(x: Any, w: Any, settings: Float8) -> Any:
     """Return x (rows, k) times w (k, columns), both in the compute dtype, with its two gradients: three products of
     8-bit numbers.
 
     Args:
         x: the activation.
         w: the parameter.
-        gradients: format of the gradient that enters the backward products.
+        settings: scaling, and the format of the gradient that enters the backward products.
     """
-    dtype = keras.backend.standardize_dtype(x.dtype)
+    dtype, scaling = keras.backend.standardize_dtype(x.dtype), settings.scaling
 
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
-        left, right = quantize(x, ACTIVATION_FORMAT), quantize(w, ACTIVATION_FORMAT)
-        return _multiply_codes(left, right, dtype), (*left, *right)
+        left, right = quantize(x, ACTIVATION_FORMAT, scaling, 1), quantize(w, ACTIVATION_FORMAT, scaling, 0)
+        out = _multiply_codes(left, right, dtype, scaling)
+        if scaling != "tensor":  # the backward products sum over the other axes
+            left, right = quantize(x, ACTIVATION_FORMAT, scaling, 0), quantize(w, ACTIVATION_FORMAT, scaling, 1)
+        return out, (*left, *right)
 
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
-        left, right, codes = Codes(*residuals[:2]), Codes(*residuals[2:]), quantize(g, gradients)
-        dx = _multiply_codes(codes, right, dtype, transpose_right=True)
-        return dx, _multiply_codes(left, codes, dtype, transpose_left=True)
+        left, right = Codes(*residuals[:2]), Codes(*residuals[2:])
+        codes = quantize(g, settings.gradients, scaling, 1)
+        dx = _multiply_codes(codes, right, dtype, scaling, transpose_right=True)
+        if scaling != "tensor":
+            codes = quantize(g, settings.gradients, scaling, 0)
+        return dx, _multiply_codes(left, codes, dtype, scaling, transpose_left=True)
 
     return ENGINE.custom_vjp(forward, backward, x, w)
 
 
 def _multiply_codes(
-    left: Codes, right: Codes, dtype: str, *, transpose_left: bool = False, transpose_right: bool = False
+    left: Codes,
+    right: Codes,
+    dtype: str,
+    scaling: str,
+    *,
+    transpose_left: bool = False,
+    transpose_right: bool = False,
 ) -> Any:
     """Return the product of two matrices of 8-bit numbers, accumulated in float32, rounded once."""
-    a, b = ops.cast(left.numbers, "float32"), ops.cast(right.numbers, "float32")
+    if scaling == "block32":
+        a, b = _half(left, 0 if transpose_left else 1), _half(right, 1 if transpose_right else 0)
+    else:
+        a, b = ops.cast(left.numbers, "float32"), ops.cast(right.numbers, "float32")
     total = ops.matmul(ops.transpose(a) if transpose_left else a, ops.transpose(b) if transpose_right else b)
-    exponent = left.exponent + right.exponent
+    if scaling == "block32":
+        return ops.cast(4.0 * total, dtype)
+    rows, columns = left.exponent, right.exponent
+    if scaling == "row":
+        rows, columns = ops.reshape(rows, (-1, 1)), ops.reshape(columns, (1, -1))
+    exponent = rows + columns
     half = ops.right_shift(exponent, 1)  # two factors: their product may be outside of float32's range
     return ops.cast(total * _power_of_two(-half) * _power_of_two(half - exponent), dtype)
 
 
-def einsum(axes: EinsumAxes, x: Any, kernel: Any, gradients: str) -> Any:
-    """Return the einsum of an activation and a kernel, both in the compute dtype, as a product in 8 bits."""
+def _half(codes: Codes, axis: int) -> Any:
+    """Return the numbers divided by their blocks' scales, in float32: half of them, since the whole may be 2^128."""
+    scale = _spread(_power_of_two(-codes.exponent - 1), ops.shape(codes.numbers)[axis], axis)
+    return ops.cast(codes.numbers, "float32") * scale
+
+
+def einsum(axes: EinsumAxes, x: Any, kernel: Any, settings: Float8) -> Any:
+    """Return the einsum of an activation and a kernel, both in the compute dtype, as a product in 8 bits.
+
+    Several contracted axes are one axis of blocks, in the order in which the kernel has them.
+    """
     letters = _expand(axes.x, axes, len(x.shape))
     kept = [letter for letter in letters if letter not in axes.contracted]
     sizes = dict(zip(letters, ops.shape(x), strict=True)) | dict(zip(axes.kernel, kernel.shape, strict=True))
@@ -134,7 +192,7 @@ def einsum(axes: EinsumAxes, x: Any, kernel: Any, gradients: str) -> Any:
     rows = ops.reshape(_transpose(x, letters, [*kept, *axes.contracted]), (-1, size))
     columns = ops.reshape(_transpose(kernel, axes.kernel, [*axes.contracted, *axes.free]), (size, -1))
     order = [*kept, *axes.free]
-    out = ops.reshape(multiply(rows, columns, gradients), [sizes[letter] for letter in order])
+    out = ops.reshape(multiply(rows, columns, settings), [sizes[letter] for letter in order])
     return _transpose(out, order, _expand(axes.out, axes, len(x.shape)))
 
 
@@ -164,7 +222,7 @@ def float8_call(layer: Any, settings: Float8) -> Callable[..., Any]:
             return call(inputs, *args, **kwargs)
         dtype = layer.compute_dtype
         kernel = ops.cast(ops.convert_to_tensor(layer.kernel), dtype)
-        x = einsum(axes, ops.cast(inputs, dtype), kernel, settings.gradients)
+        x = einsum(axes, ops.cast(inputs, dtype), kernel, settings)
         if layer.bias is not None:
             x = ops.add(x, layer.bias)
         return x if layer.activation is None else layer.activation(x)

@@ -19,14 +19,13 @@ import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
 from polyamp.parity.trace.observer import DropoutCount, UniformSource
-from polyamp_keras.compat import layer_classes
 from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.models.layers import list_layers
+from polyamp_keras.observe.dropout import NOISE_LAYERS, AttributeBackup, has_recurrent_dropout, identity_call
 from polyamp_tensorflow.compat import random_functions, untraced_function
 from polyamp_tensorflow.observe.tensorflow_only.replica_outputs import current_replica
 
 Array = np.ndarray[Any, Any]
-_NOISE_LAYERS: Final = layer_classes("GaussianNoise GaussianDropout AlphaDropout")
 _MIN_DRAW: Final = 2.0**-24
 """Minimum distance of a draw from 0 and 1 where it is converted to a normal number."""
 _TRUNCATION_LIMIT: Final = 2.0
@@ -58,30 +57,14 @@ def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[Dropout
             unknown during tracing.
     """
     count = DropoutCount()
-    if any(_has_recurrent_dropout(part.layer) for part in list_layers(model)):
+    if any(has_recurrent_dropout(part.layer) for part in list_layers(model)):
         count.give_up()  # Keras draws the masks of recurrent layers outside of training too
     with contextlib.ExitStack() as stack:
         for target, name, stand_in in _replacements(model, draws, count):
-            undo = _AttributeBackup(target, name)
+            undo = AttributeBackup(target, name)
             stack.enter_context(EnsureUndo(undo.restore))
             setattr(target, name, stand_in) if inspect.ismodule(target) else vars(target).update({name: stand_in})
         yield count
-
-
-class _AttributeBackup:
-    """Attribute of an object, recorded to be restored."""
-
-    def __init__(self, target: Any, name: str) -> None:
-        self._target, self._name = target, name
-        self._had = name in vars(target)
-        self._value = vars(target).get(name)
-
-    def restore(self) -> None:
-        """Restore the attribute; a second call has no further effect."""
-        if self._had:
-            vars(self._target)[self._name] = self._value
-        else:
-            vars(self._target).pop(self._name, None)
 
 
 def _replacements(
@@ -98,13 +81,17 @@ def _replacements(
             identity = _wrap_signature(getattr(module, name), functools.partial(_pass_through, count))
             yield module, name, identity
         for part in list_layers(model):
-            if isinstance(part.layer, _NOISE_LAYERS):
-                yield part.layer, "call", _identity_call(part.layer.call, count)
+            if isinstance(part.layer, NOISE_LAYERS):
+                yield part.layer, "call", identity_call(part.layer.call, lambda drops: _count(count, drops))
         return
     numbers = _SharedRandomFunctions(draws)
     for kind, places in functions.items():
         for module, name in places:
             yield module, name, _wrap_signature(getattr(module, name), getattr(numbers, kind))
+
+
+def _count(count: DropoutCount, drops: bool) -> None:
+    count.add(current_replica()[0] == 0 and drops)
 
 
 def _wrap_signature(function: Callable[..., Any], stand_in: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -120,24 +107,11 @@ def _wrap_signature(function: Callable[..., Any], stand_in: Callable[[dict[str, 
     return called  # type: ignore[no-any-return]  # TensorFlow is untyped
 
 
-def _has_recurrent_dropout(layer: Any) -> bool:
-    return bool(getattr(layer, "recurrent_dropout", 0.0) or (hasattr(layer, "recurrent_dropout") and layer.dropout))
-
-
 def _pass_through(count: DropoutCount, arguments: dict[str, Any]) -> Any:
     """Return `x`, in place of a function that drops."""
     rate = arguments["rate"]
-    count.add(current_replica()[0] == 0 and (tf.is_tensor(rate) or rate > 0))
+    _count(count, tf.is_tensor(rate) or rate > 0)
     return tf.convert_to_tensor(arguments["x"])
-
-
-def _identity_call(call: Callable[..., Any], count: DropoutCount) -> Callable[..., Any]:
-    def passing(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        count.add(current_replica()[0] == 0 and bool(kwargs.get("training", args[0] if args else False)))
-        return inputs
-
-    passing.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]  # functions take any attribute
-    return passing
 
 
 class _SharedRandomFunctions:

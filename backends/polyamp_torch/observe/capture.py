@@ -32,6 +32,7 @@ from polyamp_torch.observe.op_dtypes import OpDtypeRecorder
 from polyamp_torch.observe.torch_only.attribute_snapshot import preserve_attributes
 from polyamp_torch.observe.torch_only.compiled_module_detection import compiled_parts, hidden_modules_reason
 from polyamp_torch.porting.inventory import short_paths, wrapper_attribute
+from polyamp_torch.precision.torch_only.keras_layers import is_keras_layer
 from polyamp_torch.step.forward_backward import value_and_grad
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
@@ -44,14 +45,18 @@ def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_captur
     """Run and record one pass (`Observer.capture_pass`); operations only of a state that no step has updated."""
     why = hidden_modules_reason(state.model, loss_fn)
     operations = None if why or int(state.step) else OpDtypeRecorder()
-    watcher = _PassCapture(on_capture, float(state.scale_state.scale) if state.scaler.scales else 1.0, operations)
-    modules = [] if is_compiled(loss_fn) else hook_targets(state.model)
+    watcher = PassCapture(on_capture, float(state.scale_state.scale) if state.scaler.scales else 1.0, operations)
+    hooks = watcher.on([] if is_compiled(loss_fn) else hook_targets(state.model))
+    if is_keras_layer(state.model):  # its calls run no hooks of torch
+        from polyamp_torch.observe.torch_only.keras_passes import watch_keras_model
+
+        hooks = watch_keras_model(state.model, watcher)
     graphs, state.graphs = state.graphs, GraphSizeCache()  # the cache belongs to the state's own loss function
     try:
         with (
             preserve_random_states(state.model, state.device),
             preserve_attributes(state.model),
-            watcher.on(modules),
+            hooks,
             operations or NULL_CONTEXT,
         ):
             _, (found,) = value_and_grad(watcher.wrap_loss(loss_fn), [state], batch)
@@ -63,7 +68,7 @@ def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_captur
     return PassRecord(watcher.loss, gradients, operations.rows if operations else (), why)
 
 
-class _PassCapture:
+class PassCapture:
     """Recorder of one pass.
 
     Args:
@@ -122,26 +127,39 @@ class _PassCapture:
             self.operations.active = on
 
     def _pre_hook(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if self.running and self.operations is not None:
-                self.operations.modules.append(path)
+        return lambda module, args: self.enter(path)
 
-        return hook
+    def enter(self, path: str) -> None:
+        """Record the beginning of a module's call."""
+        if self.running and self.operations is not None:
+            self.operations.modules.append(path)
 
     def _post_hook(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():  # in a compiled function inside of the model
                 return
-            if self.running and self.operations is not None and self.operations.modules:
-                self.operations.modules.pop()
-            with without_function_modes():
-                tensor = None if output is None else _output_tensor(module, output)
-                if tensor is not None and self.running:
-                    self._record_output(path, tensor, None if module_children(module) else _input_tensor(args, tensor))
-                elif tensor is not None and self.backward and path in self.pending:
-                    self._match_recomputed_call(path, tensor)
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and output is not None:
+                output = output[0]
+            self.leave(path, None if module_children(module) else args, output)
 
         return hook
+
+    def leave(self, path: str, args: Any, output: Any) -> None:
+        """Record the end of a module's call.
+
+        Args:
+            path: of the module.
+            args: its positional arguments; None if its inputs are not recorded.
+            output: its output; None if the call raised.
+        """
+        if self.running and self.operations is not None and self.operations.modules:
+            self.operations.modules.pop()
+        with without_function_modes():
+            tensor = None if output is None else _output_tensor(output)
+            if tensor is not None and self.running:
+                self._record_output(path, tensor, None if args is None else _input_tensor(args, tensor))
+            elif tensor is not None and self.backward and path in self.pending:
+                self._match_recomputed_call(path, tensor)
 
     def _record_output(self, path: str, tensor: torch.Tensor, given: torch.Tensor | None) -> None:
         self.calls[path] = number = self.calls.get(path, 0) + 1
@@ -187,12 +205,9 @@ def _input_tensor(args: Any, output: torch.Tensor) -> torch.Tensor | None:
     return None if same else given
 
 
-def _output_tensor(module: nn.Module, output: Any) -> torch.Tensor | None:
-    """Return the first floating tensor of an output that is not a scalar, else the first floating one, or None. Of a
-    recurrent or attention layer that is the sequence; a dataclass (transformers' `ModelOutput`) is read in the order of
-    its fields."""
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        output = output[0]
+def _output_tensor(output: Any) -> torch.Tensor | None:
+    """Return the first floating tensor of an output that is not a scalar, else the first floating one, or None. A
+    dataclass (transformers' `ModelOutput`) is read in the order of its fields."""
     found = [tensor for tensor in output_tensors(output) if tensor.is_floating_point() and tensor.numel()]
     return next((tensor for tensor in found if tensor.dim()), found[0] if found else None)
 

@@ -21,7 +21,7 @@ from polyamp_torch.observe.capture import capture_pass
 from polyamp_torch.observe.torch_only.compiled_module_detection import hidden_modules_reason
 from polyamp_torch.step.state import TorchState
 
-_PACKAGES: Final = ("torch", "polyamp_torch")
+_PACKAGES: Final = ("torch", "polyamp_torch", "keras", "polyamp_keras")
 _CONSTANTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operations on what `torch.tensor` read from Python numbers."""
 

@@ -1,4 +1,4 @@
-"""Keras on JAX: loops of one's own with `stateless_apply`."""
+"""Keras on JAX: loops of one's own with `stateless_apply`, and what is refused there alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import polyamp
 import polyamp_keras
+from polyamp.errors import UnsupportedError
+from polyamp_keras.engine import ENGINE
+from tests.backends.keras.test_fit import RECIPE
 
 
 def test_a_jax_loop_of_ones_own_skips_whole_steps(model: Any, batches: Any) -> None:
@@ -45,3 +49,16 @@ def test_a_jax_loop_of_ones_own_skips_whole_steps(model: Any, batches: Any) -> N
     for variable, value in zip(optimizer.variables, second[2], strict=True):
         variable.assign(value)
     assert (float(optimizer.dynamic_scale), optimizer.skipped_steps, int(optimizer.iterations)) == (32.0, 1, 1)
+
+
+def test_distributions_and_nnx_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
+    try:
+        with pytest.raises(UnsupportedError, match=r"Received: DataParallel\. Train on one device"):
+            polyamp_keras.compile(model, RECIPE, loss="mse")
+    finally:
+        keras.distribution.set_distribution(None)
+    monkeypatch.setattr(ENGINE, "is_nnx_enabled", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"nnx-enabled .* Unset KERAS_NNX_ENABLED"):
+        polyamp_keras.compile(model, RECIPE, loss="mse")
+    assert getattr(model, "optimizer", None) is None

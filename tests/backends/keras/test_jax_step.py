@@ -182,7 +182,7 @@ def test_what_does_not_work_is_refused_by_name(model: Any, batches: Any, monkeyp
         polyamp.train_step(mapped, RECIPE)(state, batch)
     other = polyamp.init(model, RECIPE)
     with pytest.raises(ModelError, match="one model in two states"):
-        polyamp.value_and_grad(lambda models, batch: loss_fn(models[0], batch))((state, other), batch)
+        polyamp.value_and_grad(lambda models, batch: loss_fn(models[0], batch))([state, other], batch)
     with pytest.raises(UnsupportedError, match="apply_policy"):
         polyamp.explain(model, "mixed_bfloat16", batch[0])
     monitor = polyamp.Monitor(activations=True)

@@ -64,6 +64,8 @@ SHARED: dict[str, tuple[str, ...]] = {
 in the package that stands in."""
 STANDS_IN: dict[str, str] = {"polyamp_tensorflow": "polyamp_keras"}
 """Backend -> the package that has those of its files which Keras on every backend shares."""
+EXTENDS: set[tuple[str, str]] = {("polyamp_tensorflow", "own_loop/skip_report")}
+"""(backend, file) that adds to the file of `STANDS_IN`, which has the exports."""
 PREFIXES = {
     "polyamp_torch": "Torch",
     "polyamp_tensorflow": "TensorFlow",
@@ -107,6 +109,7 @@ KERAS_FLOORS = (
     ("precision",),
     ("own_loop",),
     ("porting",),
+    ("observe",),
     ("harness",),
     ("",),
 )
@@ -252,9 +255,10 @@ PACKAGES["polyamp_keras"] = (ROOT / "backends" / "polyamp_keras", KERAS_FLOORS)
 
 
 def shared_file(backend: str, name: str) -> Path:
-    """The file of a backend, or that of the package which has it for several of Keras's backends."""
+    """The file of a backend with the exports, or that of the package which has it for several of Keras's backends."""
     path = ROOT / "backends" / backend / f"{name}.py"
-    return path if path.exists() else ROOT / "backends" / STANDS_IN.get(backend, backend) / f"{name}.py"
+    own = path.exists() and (backend, name) not in EXTENDS
+    return path if own else ROOT / "backends" / STANDS_IN.get(backend, backend) / f"{name}.py"
 
 
 @pytest.mark.parametrize("name", SHARED)

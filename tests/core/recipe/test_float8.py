@@ -15,7 +15,7 @@ import pytest
 
 import polyamp
 from polyamp import Float8, Policy, PolicyError, UnsupportedError
-from polyamp.recipe.float8 import HEAD_NAMES, LARGEST_EXPONENTS
+from polyamp.recipe.float8 import HEAD_NAMES, LARGEST_EXPONENTS, SCALINGS, accepts_sizes
 from polyamp.reference import MLP
 from polyamp.reference import float8 as reference
 from tests.fixtures import float8_values
@@ -31,7 +31,14 @@ def test_the_word_is_a_mixed_policy_in_bfloat16() -> None:
     assert POLICY.is_mixed
 
 
-@pytest.mark.parametrize("policy", [POLICY, POLICY.replace(float8=Float8(gradients="float8_e4m3fn", emulate=True))])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        POLICY,
+        POLICY.replace(float8=Float8(gradients="float8_e4m3fn", emulate=True)),
+        POLICY.replace(float8=Float8(scaling="block32", emulate=True)),
+    ],
+)
 def test_a_policy_survives_its_forms(policy: Policy) -> None:
     assert Policy(**policy.to_dict()) == policy == copy.deepcopy(policy) == eval(repr(policy))
     made = polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1))
@@ -52,8 +59,8 @@ def test_a_change_that_contradicts_it_is_refused() -> None:
     ("settings", "message"),
     [
         ({"scaling": "delayed"}, "a step depends on its history"),
-        ({"scaling": "row"}, "do not factor out of the product"),
-        ({"scaling": "block32"}, "not in this version"),
+        ({"scaling": "row"}, r"scaling='row' needs emulate=True: .* with scales of rows\. Received: emulate=False"),
+        ({"scaling": "block32"}, r"scales of blocks\..*Use Float8\(scaling='block32', emulate=True\)"),
         ({"scaling": "tensr"}, "Did you mean 'tensor'"),
         ({"gradients": "e5m2"}, "float8.gradients must be one of float8_e5m2, float8_e4m3fn"),
         ({"emulate": 1}, "float8.emulate must be True or False"),
@@ -106,6 +113,42 @@ def test_a_scale_is_the_largest_that_fits(kind: str, form: str) -> None:
     smallest = float(ml_dtypes.finfo(codes.numbers.dtype).smallest_subnormal)
     floor = 2.0**-126 if kind in ("subnormal", "zeros") else 0.0
     assert (error <= np.maximum(step * np.abs(x), smallest * 2.0 ** -(codes.exponent + 1)) + floor).all()
+
+
+@pytest.mark.parametrize("form", float8_values.FORMATS)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_s36_a_row_or_block_has_the_codes_of_a_tensor(form: str, axis: int) -> None:
+    x = float8_values.matrix()
+    rows, blocks = (reference.quantize(x, form, scaling, axis) for scaling in float8_values.SCALINGS)
+    assert (rows.exponent.shape, blocks.exponent.shape) == (((1, 96), (3, 96)) if axis == 0 else ((72, 1), (72, 3)))
+    for line in range(x.shape[1 - axis]):
+        alone = reference.quantize(x.take(line, 1 - axis), form)
+        assert rows.exponent.ravel()[line] == alone.exponent
+        np.testing.assert_array_equal(
+            float8_values.bits(rows.numbers.take(line, 1 - axis)), float8_values.bits(alone.numbers)
+        )
+        for number, start in enumerate(range(0, x.shape[axis], 32)):  # 72 rows: the last block has 8
+            part = reference.quantize(x.take(line, 1 - axis)[start : start + 32], form)
+            assert blocks.exponent.take(line, 1 - axis)[number] == part.exponent
+            found = blocks.numbers.take(line, 1 - axis)[start : start + 32]
+            np.testing.assert_array_equal(float8_values.bits(found), float8_values.bits(part.numbers))
+
+
+@pytest.mark.parametrize("form", float8_values.FORMATS)
+def test_s36_numbers_divided_by_their_scales_are_exact_where_they_are_halved(form: str) -> None:
+    """So a product in float32 of halves is that of the 8-bit numbers with their scales. The whole may be 2^128."""
+    exact = reference.quantize(float8_values.matrix(), form, "block32").to_float64()
+    exact = exact[np.isfinite(exact)]
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        np.testing.assert_array_equal((exact / 2).astype(dtype).astype(np.float64), exact / 2)
+    with np.errstate(over="ignore"):
+        assert np.isinf(exact.astype(np.float32)).any()
+
+
+def test_s36_sizes_of_a_parameter() -> None:
+    assert [accepts_sizes((32, 48), scaling) for scaling in SCALINGS] == [True, True, False]
+    assert [accepts_sizes((32, 40), scaling) for scaling in SCALINGS] == [False] * 3
+    assert accepts_sizes((32, 64), "block32")
 
 
 def test_a_plain_function_is_refused_in_the_reference_too() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import matmul_precision
@@ -28,7 +28,7 @@ class KerasPolicyModule(BoundKerasModel):
         whole: for a layer, the bound model that contains it.
     """
 
-    def __init__(self, model: Any, engine: Any, whole: KerasPolicyModule | None = None) -> None:
+    def __init__(self, model: Any, engine: Any, whole: Self | None = None) -> None:
         super().__init__(model, engine.plan, whole=whole)
         self._engine = engine
 
@@ -47,8 +47,8 @@ class KerasPolicyModule(BoundKerasModel):
         inside = ROOT_PATH if self is self._whole else ROOT_PATH.to(PathStep(self._model.name, True), "module")
         return Binding(lambda: engine, inside)
 
-    def _bound_layer(self, layer: Any) -> KerasPolicyModule:
-        return KerasPolicyModule(layer, self._engine, self._whole)
+    def _bound_layer(self, layer: Any) -> Self:
+        return type(self)(layer, self._engine, self._whole)
 
     def _under_policy(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         engine = self._engine

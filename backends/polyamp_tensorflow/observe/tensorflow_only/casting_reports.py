@@ -33,13 +33,14 @@ from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
 from polyamp_keras.precision.policy_application import without_policies
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
-from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder, moves_data, operation_family
+from polyamp_tensorflow.observe.op_dtypes import OpDtypeRecorder
 from polyamp_tensorflow.observe.tensorflow_only.backward_graph import (
     TracedPass,
     graph_operations,
     record_backward,
     trace_pass,
 )
+from polyamp_tensorflow.precision.op_list import moves_data, operation_family
 
 _STYLE: Final = re.compile(r"\x1b\[\d*m")
 """Escape sequences with which Keras prints errors in bold."""

@@ -23,7 +23,7 @@ from polyamp_keras.own_loop.scaler_state import ApplyCall, is_last_micro_batch, 
 from polyamp_tensorflow.arrays import assign_values
 from polyamp_tensorflow.distributed import replicas
 from polyamp_tensorflow.own_loop.gradients import unscale_gradients
-from polyamp_tensorflow.own_loop.tensorflow_only.non_finite_counts import count_non_finite
+from polyamp_tensorflow.own_loop.skip_report import count_non_finite
 from polyamp_tensorflow.step.update import run_optimizer
 
 

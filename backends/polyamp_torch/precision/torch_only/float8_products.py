@@ -1,11 +1,13 @@
 """Products of activations with parameters in 8 bits (S36): which calls they are, and their forward and backward pass.
 
-`op_rules_mode` applies them like the rules of `Policy.op_rules`. The backward products reuse the 8-bit numbers of the
-forward pass, which are what is saved of an activation. torch.compile traces all of it.
+`op_rules_mode` applies them like the rules of `Policy.op_rules`. What is saved of an activation is 8-bit numbers: those
+of the forward product, or with scales of rows or blocks those of the backward product, which sums over another axis.
+torch.compile traces all of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Final, NamedTuple
 
@@ -15,13 +17,15 @@ from torch import nn
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import (
     ACTIVATION_FORMAT,
+    BLOCK,
     FLOAT8_OVERRIDE,
     GRADIENT_FORMATS,
     LARGEST_EXPONENTS,
     LARGEST_SCALE_EXPONENT,
+    SCALINGS,
     SECOND_DERIVATIVES,
-    SIZE_FACTOR,
     Float8,
+    accepts_sizes,
 )
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, is_sharded
 from polyamp_torch.compat import TorchAutocast, assume_constant_result
@@ -29,9 +33,10 @@ from polyamp_torch.precision.torch_only.compat import scaled_product
 from polyamp_torch.precision.torch_only.open_blocks import running_override
 
 FLOAT8_RULES: Final = {
-    f"{name}{' emulated' if emulate else ''}": (name, emulate) for name in GRADIENT_FORMATS for emulate in (False, True)
+    f"{form} {scaling}{' emulated' if emulate else ''}": (form, scaling, emulate)
+    for form, scaling, emulate in itertools.product(GRADIENT_FORMATS, SCALINGS, (False, True))
 }
-"""Internal rule of an operation -> format of its gradients, and whether float32 computes the products."""
+"""Internal rule of an operation -> format of its gradients, scaling, and whether float32 computes the products."""
 _OPERATIONS: Final = ("addmm", "linear", "matmul", "mm")
 """torch's functions that multiply an activation with a matrix, under the names of `op_rules`."""
 _DTYPES: Final = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -57,10 +62,19 @@ class Product(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A tensor in 8 bits: `numbers / 2 ** exponent`, a scalar of int32."""
+    """A tensor in 8 bits: `numbers / 2 ** exponent`.
+
+    Attributes:
+        numbers: 8-bit floats.
+        exponent: int32: a scalar, or one for each row (an axis of size 1) or each block of 32 numbers of a matrix.
+    """
 
     numbers: torch.Tensor
     exponent: torch.Tensor
+
+    def t(self) -> Codes:
+        """Return the codes of the transposed matrix."""
+        return Codes(self.numbers.t(), self.exponent.t())
 
 
 @assume_constant_result
@@ -79,7 +93,7 @@ def region_rules(float8: Float8 | None, device_type: str, rules: tuple[tuple[str
 
 def float8_rule(float8: Float8) -> str:
     """Return the internal rule of products with these settings, one of `FLOAT8_RULES`."""
-    return f"{float8.gradients}{' emulated' if float8.emulate else ''}"
+    return f"{float8.gradients} {float8.scaling}{' emulated' if float8.emulate else ''}"
 
 
 def is_same_but_float8(one: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> bool:
@@ -117,8 +131,8 @@ def multiplies_float8(device_type: str) -> bool:
     )
 
 
-def find_product(name: str, device_type: str, args: Any, kwargs: dict[str, Any]) -> Product | None:
-    """Return the product of a call that runs in 8 bits, or None (S36)."""
+def find_product(name: str, rule: str, device_type: str, args: Any, kwargs: dict[str, Any]) -> Product | None:
+    """Return the product of a call that runs in 8 bits under an internal rule, or None (S36)."""
     if torch.compiler.is_compiling() and running_override() not in (None, FLOAT8_OVERRIDE):
         return None  # the region of a module is not always traced; see `op_rules_mode.check_traced_rules`
     if kwargs.get("out") is not None or kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
@@ -136,10 +150,10 @@ def find_product(name: str, device_type: str, args: Any, kwargs: dict[str, Any])
     elif _is_matrix(right):
         found = Product(left, right.t(), bias)
     elif _is_matrix(left) and right.dim() == 2 and bias is None:
-        return _checked(Product(right.t(), left, None, swapped=True), left)
+        return _checked(Product(right.t(), left, None, swapped=True), left, rule)
     else:
         return None
-    return _checked(found, right)
+    return _checked(found, right, rule)
 
 
 def _operands(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -159,13 +173,14 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.dim() == 2
 
 
-def _checked(found: Product, parameter: torch.Tensor) -> Product | None:
+def _checked(found: Product, parameter: torch.Tensor, rule: str) -> Product | None:
     """Return a product if the parameter is a matrix with sizes that products in 8 bits accept.
 
     Raises:
         UnsupportedError: the parameter is sharded over processes, and so is the product.
     """
-    if not _is_matrix(parameter) or any(size % SIZE_FACTOR for size in parameter.shape):
+    _, scaling, _ = FLOAT8_RULES[rule]
+    if not _is_matrix(parameter) or not accepts_sizes(parameter.shape, scaling):
         return None
     if is_sharded(parameter) or is_sharded(found.x):
         raise UnsupportedError(
@@ -177,10 +192,9 @@ def _checked(found: Product, parameter: torch.Tensor) -> Product | None:
 
 def multiply(product: Product, dtype: torch.dtype, rule: str) -> torch.Tensor:
     """Return a product in the compute dtype, with autocast off."""
-    gradients, emulate = FLOAT8_RULES[rule]
     x, w, bias, swapped = product
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    out = _Product.apply(rows, w, dtype, gradients, emulate)[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    out = _Product.apply(rows, w, dtype, rule, torch.is_grad_enabled())[0]  # type: ignore[no-untyped-call]  # torch does not annotate apply
     if bias is not None:
         out = out + bias.to(dtype)
     shaped: torch.Tensor = out.reshape(*x.shape[:-1], w.shape[0])
@@ -194,30 +208,36 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, gradients: str, emulate: bool) -> Any:
-        left, right = quantize(x, ACTIVATION_FORMAT), quantize(w.to(dtype), ACTIVATION_FORMAT)
-        out = _multiply_codes(left, Codes(right.numbers.t(), right.exponent), dtype, emulate=emulate)
+    def forward(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, rule: str, saves: bool) -> Any:
+        _, scaling, emulate = FLOAT8_RULES[rule]
+        w = w.to(dtype)
+        left, right = (quantize(each, ACTIVATION_FORMAT, scaling, axis=1) for each in (x, w))
+        out = _multiply_codes(left, right.t(), dtype, scaling, emulate=emulate)
+        if saves and scaling != "tensor":  # the backward products sum over the other axes
+            left, right = (quantize(each, ACTIVATION_FORMAT, scaling, axis=0) for each in (x, w))
         return out, *left, *right
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, w, dtype, gradients, emulate = inputs
+        _, w, dtype, rule, _ = inputs
         ctx.save_for_backward(*output[1:])
         ctx.mark_non_differentiable(*output[1:])
-        ctx.settings = dtype, gradients, emulate, w.dtype
+        ctx.settings = dtype, rule, w.dtype
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor, *_: Any) -> Any:
         x, x_exponent, w, w_exponent = ctx.saved_tensors
-        dtype, gradients, emulate, master = ctx.settings
+        dtype, rule, master = ctx.settings
+        gradients, scaling, emulate = FLOAT8_RULES[rule]
         with TorchAutocast(g.device.type, enabled=False):
-            codes = quantize(g, gradients)
-            dx = dw = None
+            codes = dx = dw = None
             if ctx.needs_input_grad[0]:
-                dx = _multiply_codes(codes, Codes(w, w_exponent), dtype, emulate=emulate)
+                codes = quantize(g, gradients, scaling, axis=1)
+                dx = _multiply_codes(codes, Codes(w, w_exponent), dtype, scaling, emulate=emulate)
             if ctx.needs_input_grad[1]:
-                flipped = Codes(codes.numbers.t(), codes.exponent)
-                dw = _multiply_codes(flipped, Codes(x, x_exponent), dtype, emulate=emulate).to(master)
+                if codes is None or scaling != "tensor":
+                    codes = quantize(g, gradients, scaling, axis=0)
+                dw = _multiply_codes(codes.t(), Codes(x, x_exponent), dtype, scaling, emulate=emulate).to(master)
         if torch.is_grad_enabled():  # the backward pass makes a graph
             dx, dw = (None if each is None else _NoSecondDerivative.apply(each) for each in (dx, dw))  # type: ignore[no-untyped-call]  # torch does not annotate apply
         return dx, dw, None, None, None
@@ -239,22 +259,43 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise UnsupportedError(SECOND_DERIVATIVES)
 
 
-def quantize(x: torch.Tensor, form: str) -> Codes:
-    """Return a tensor in 8 bits: times the largest power of two with which its largest magnitude fits, to nearest even.
+def quantize(x: torch.Tensor, form: str, scaling: str = "tensor", *, axis: int = 1) -> Codes:
+    """Return a tensor in 8 bits: times powers of two, each the largest with which its numbers fit, to nearest even.
 
-    A tensor with infinity or NaN becomes NaN (S36). Nothing is cut to the largest number.
+    Numbers that share a scale with infinity or NaN become NaN (S36). Nothing is cut to the largest number.
 
     Args:
-        x: floats of any shape, at least one.
+        x: floats, at least one: of any shape, or a matrix with scales of rows or blocks.
         form: "float8_e4m3fn" or "float8_e5m2".
+        scaling: which numbers share a scale: "tensor", "row" or "block32".
+        axis: the axis over which the product sums: that of the rows and blocks.
     """
-    largest = x.detach().abs().amax().to(torch.float32).view(torch.int32)
+    largest = _largest(x.detach().abs(), scaling, axis).to(torch.float32).view(torch.int32)
     exponent, fraction = (largest >> 23) & 0xFF, largest & 0x7FFFFF
     above = (fraction > 0x600000).to(torch.int32)  # beyond 1.75, the significand of both formats' largest number
     k = (LARGEST_EXPONENTS[form] + 127 - exponent - above).clamp(max=LARGEST_SCALE_EXPONENT)
     k = torch.where((exponent == 0) | (exponent == 0xFF), torch.zeros_like(k), k)
     scale = torch.where(exponent == 0xFF, torch.full_like(k, math.nan, dtype=torch.float32), _power_of_two(k))
+    if scaling == "block32":
+        scale = _spread(scale, x.shape[axis], axis)
     return Codes((x.to(torch.float32) * scale).to(_DTYPES[form]), k)
+
+
+def _largest(sizes: torch.Tensor, scaling: str, axis: int) -> torch.Tensor:
+    """Return the largest magnitude of the numbers that share a scale."""
+    if scaling == "tensor":
+        return sizes.amax()
+    if scaling == "row":
+        return sizes.amax(axis, keepdim=True)
+    missing = -sizes.shape[axis] % BLOCK  # in the last block of a number of rows
+    if missing:
+        sizes = nn.functional.pad(sizes, (0, 0, 0, missing) if axis == 0 else (0, missing))
+    return sizes.unflatten(axis, (-1, BLOCK)).amax(axis + 1)
+
+
+def _spread(of_blocks: torch.Tensor, size: int, axis: int) -> torch.Tensor:
+    """Return the number of each block for each of the `size` elements along an axis."""
+    return of_blocks.repeat_interleave(BLOCK, axis).narrow(axis, 0, size)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -262,12 +303,20 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _multiply_codes(left: Codes, right: Codes, dtype: torch.dtype, *, emulate: bool) -> torch.Tensor:
+def _multiply_codes(left: Codes, right: Codes, dtype: torch.dtype, scaling: str, *, emulate: bool) -> torch.Tensor:
     """Return the product of two matrices of 8-bit numbers, accumulated in float32, rounded once."""
     if not emulate:
         scales = _power_of_two(-left.exponent), _power_of_two(-right.exponent)
         return scaled_product(left.numbers, right.numbers, *scales, dtype)
+    if scaling == "block32":
+        return (4.0 * (_half(left, 1) @ _half(right, 0))).to(dtype)
     total = left.numbers.to(torch.float32) @ right.numbers.to(torch.float32)
     exponent = left.exponent + right.exponent
     half = exponent >> 1  # two factors: their product may be outside of float32's range
     return (total * _power_of_two(-half) * _power_of_two(half - exponent)).to(dtype)
+
+
+def _half(codes: Codes, axis: int) -> torch.Tensor:
+    """Return the numbers divided by their blocks' scales, in float32: half of them, since the whole may be 2^128."""
+    scale = _spread(_power_of_two(-codes.exponent - 1), codes.numbers.shape[axis], axis)
+    return codes.numbers.to(torch.float32) * scale

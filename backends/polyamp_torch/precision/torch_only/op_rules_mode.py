@@ -135,7 +135,7 @@ class OpRulesMode(TorchFunctionMode):
 
     def _multiply(self, name: str, rule: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a product in 8 bits (S36), or in the compute dtype where the rule does not cover it."""
-        product = find_product(name, self.device_type, args, kwargs)
+        product = find_product(name, rule, self.device_type, args, kwargs)
         if product is None:
             return func(*args, **kwargs)
         dtype = torch.get_autocast_dtype(self.device_type)

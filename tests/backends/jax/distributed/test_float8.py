@@ -1,4 +1,4 @@
-"""Products in 8 bits over shards (S36): one scale for the whole tensor where the compiler shards it."""
+"""Products in 8 bits over shards (S36): scales of the whole tensor, row or block where the compiler shards it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,22 +15,49 @@ from jax.sharding import PartitionSpec as P
 import polyamp
 from tests.backends.jax.distributed.meshes import mesh
 
-POLICY = polyamp.Policy("mixed_float8", float8=polyamp.Float8(emulate=True))
+
+def policy(scaling: str) -> polyamp.Policy:
+    return polyamp.Policy("mixed_float8", float8=polyamp.Float8(scaling=scaling, emulate=True))
 
 
 class Net(nnx.Module):
     def __init__(self) -> None:
-        self.first, self.second = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+        self.first, self.second = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 32, rngs=nnx.Rngs(1))
 
     def __call__(self, x: Any) -> Any:
         return self.second(jax.nn.relu(self.first(x)))
 
 
-def test_s36_rows_over_devices_have_the_scale_of_the_whole_batch() -> None:
-    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+def uneven(rows: int) -> Any:
+    """Rows of other sizes, and a number far above the others in the first row and in the first column of a device."""
+    x = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
+    x *= np.exp2(np.linspace(-20, 0, rows, dtype=np.float32).round())[:, None]
     x[3] *= 100.0  # on one device alone
-    devices = mesh()
-    spread = jax.device_put(jnp.asarray(x), NamedSharding(devices, P(devices.axis_names[0])))
+    return x
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block32"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_s36_shards_have_the_scales_of_the_whole_batch(scaling: str, axis: int) -> None:
+    """With axis 1 the axis over which the product sums is sharded, of which a device has half a block."""
+    x, devices = uneven(16), mesh()
+    spread = jax.device_put(jnp.asarray(x), NamedSharding(devices, P(*[None] * axis, devices.axis_names[0])))
     assert len(spread.sharding.device_set) > 1
-    run = jax.jit(POLICY.autocast(Net()))
-    np.testing.assert_array_equal(np.asarray(run(spread)), np.asarray(run(jnp.asarray(x))))
+    run = jax.jit(policy(scaling).autocast(Net()))
+    np.testing.assert_allclose(
+        np.asarray(run(spread)), np.asarray(run(jnp.asarray(x))), rtol=0, atol=0 if axis == 0 else 2.0**-6
+    )
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block32"])
+def test_s36_gradients_over_shards_have_the_scales_of_the_whole_batch(scaling: str) -> None:
+    """The parameter's gradient sums over the rows, which the devices share: 64 rows are two blocks on four devices."""
+    x, devices = uneven(64), mesh()
+    recipe = polyamp.Recipe(policy=policy(scaling), optimizer=polyamp.sgd(1.0))
+    state = polyamp.init(Net(), recipe)
+    run = jax.jit(polyamp.value_and_grad(lambda model, x: jnp.square(model(x)).mean()))
+    spread = jax.device_put(jnp.asarray(x), NamedSharding(devices, P(devices.axis_names[0])))
+    found = [jax.tree.leaves(run(state, each)[1].values) for each in (spread, jnp.asarray(x))]
+    for got, want in zip(*found, strict=True):
+        size = np.abs(np.asarray(want)).max()
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=2.0**-7 * size)

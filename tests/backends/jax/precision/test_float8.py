@@ -12,7 +12,6 @@ from flax import nnx
 
 import polyamp
 from polyamp import Float8, Policy, UnsupportedError
-from polyamp.recipe.float8 import GRADIENT_FORMATS
 from polyamp.reference import float8 as reference
 from polyamp_jax.precision.interpreter.float8_products import quantize
 from tests.fixtures import float8_values
@@ -20,6 +19,7 @@ from tests.fixtures import float8_values
 POLICY = Policy("mixed_float8", float8=Float8(emulate=True))
 HALF = Policy("mixed_bfloat16")
 WIDE_GRADIENTS = Policy("mixed_float8", float8=Float8(emulate=True, gradients="float8_e4m3fn"))
+ROW, BLOCK32 = (Policy("mixed_float8", float8=Float8(scaling=each, emulate=True)) for each in ("row", "block32"))
 X = jnp.sin(jnp.linspace(-1.0, 1.0, 8 * 16).reshape(8, 16) * 3)
 
 
@@ -33,6 +33,12 @@ def test_codes_have_the_references_bits(kind: str, form: str) -> None:
     np.testing.assert_array_equal(float8_values.bits(got.numbers), float8_values.bits(want.numbers))
 
 
+@pytest.mark.parametrize("form", float8_values.FORMATS)
+def test_s36_codes_of_rows_and_blocks_have_the_references_bits(form: str) -> None:
+    run = jax.jit(quantize, static_argnums=(1, 2, 3))
+    float8_values.check_codes(lambda x, *settings: run(jnp.asarray(x, jnp.bfloat16), *settings), form)
+
+
 class Dense(nnx.Module):
     def __init__(self, kernel: Any, *, on_the_left: bool = False) -> None:
         self.kernel, self.on_the_left = nnx.Param(jnp.asarray(kernel)), on_the_left
@@ -43,22 +49,32 @@ class Dense(nnx.Module):
 
 
 @pytest.mark.parametrize("on_the_left", [False, True])
-@pytest.mark.parametrize("policy", [POLICY, WIDE_GRADIENTS], ids=GRADIENT_FORMATS)
+@pytest.mark.parametrize("policy", [POLICY, WIDE_GRADIENTS, ROW, BLOCK32], ids=lambda policy: repr(policy.float8))
 def test_a_dense_layer_has_the_references_products(policy: Policy, on_the_left: bool) -> None:
     x, w, g = float8_values.products()
     run = policy.replace(output="bfloat16").autocast(Dense(w, on_the_left=on_the_left))
-    _, back_x = jax.vjp(run, jnp.asarray(x))
+    out, back_x = jax.vjp(run, jnp.asarray(x))
     (dx,) = back_x(jnp.asarray(g, jnp.bfloat16))
-    left, right = (reference.quantize(each, "float8_e4m3fn") for each in (x, w))
-    codes = reference.quantize(g, policy.float8.gradients)
-    want = reference.multiply_codes(codes, right._replace(numbers=right.numbers.T), np.float64)
-    np.testing.assert_allclose(np.asarray(dx), want, rtol=2.0**-8, atol=2.0**-20 * np.abs(want).max())
-    gradient = kernel_gradient(policy, w, x, g, on_the_left=on_the_left)
-    wanted = reference.multiply_codes(left._replace(numbers=left.numbers.T), codes, np.float64)
-    np.testing.assert_allclose(gradient, wanted, rtol=2.0**-8, atol=2.0**-20 * np.abs(wanted).max())
-    out = np.asarray(run(jnp.asarray(x)), np.float64)
-    exact = reference.multiply_codes(left, right, np.float64)
-    np.testing.assert_allclose(out, exact, rtol=2.0**-8, atol=2.0**-20 * np.abs(exact).max())
+    float8_values.check_products(out, dx, kernel_gradient(policy, w, x, g, on_the_left=on_the_left), policy.float8)
+
+
+def test_s36_blocks_of_several_contracted_axes_have_the_order_of_the_parameter() -> None:
+    """x (40, 4, 16) by w (16, 4, 96): the blocks are those of w's first axis and then its second."""
+    x, w, g = float8_values.products()
+    given, kernel = x.reshape(40, 16, 4).transpose(0, 2, 1), w.reshape(16, 4, 96)
+
+    class Heads(nnx.Module):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(jnp.asarray(kernel))
+
+        def __call__(self, x: Any) -> Any:
+            return jax.lax.dot_general(x, self.kernel[...], (((1, 2), (1, 0)), ((), ())))
+
+    run = BLOCK32.replace(output="bfloat16").autocast(Heads())
+    out, back_x = jax.vjp(run, jnp.asarray(given))
+    dx = back_x(jnp.asarray(g, jnp.bfloat16))[0].transpose(0, 2, 1).reshape(40, 64)
+    dw = reference.gradients(x, w, g, BLOCK32.float8, np.float64)[1]
+    float8_values.check_products(out, dx, dw, BLOCK32.float8)
 
 
 def kernel_gradient(policy: Policy, w: Any, x: Any, g: Any, *, on_the_left: bool) -> Any:
@@ -107,11 +123,11 @@ def train(model: Any, policy: Policy = POLICY, steps: int = 2) -> Any:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
 
 
-@pytest.mark.parametrize("kind", ["remat", "scan"])
-def test_structures_have_the_same_bits(kind: str) -> None:
-    for got, want in zip(train(Net(kind)), train(Net()), strict=True):
+@pytest.mark.parametrize(("kind", "policy"), [("remat", POLICY), ("scan", POLICY), ("remat", ROW), ("scan", BLOCK32)])
+def test_structures_have_the_same_bits(kind: str, policy: Policy) -> None:
+    for got, want in zip(train(Net(kind), policy), train(Net(), policy), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-8)
-    rows = [row for row in polyamp.explain(Net(kind), POLICY, X).operations if row.name == "dot_general"]
+    rows = [row for row in polyamp.explain(Net(kind), policy, X).operations if row.name == "dot_general"]
     assert {row.rule for row in rows if row.module == ""} == {"float8"}
 
 
@@ -166,7 +182,7 @@ def test_products_of_two_activations_and_sizes_stay_in_16_bits() -> None:
 def test_under_vmap_a_product_is_refused() -> None:
     run = POLICY.autocast(Net())
     for mapped in (jax.vmap(run), jax.vmap(jax.jit(run))):
-        with pytest.raises(UnsupportedError, match="its scale is that of the whole tensor"):
+        with pytest.raises(UnsupportedError, match="its scales are those of the whole batch"):
             mapped(X)
 
 

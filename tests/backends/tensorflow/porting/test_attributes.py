@@ -13,10 +13,10 @@ from keras import layers, ops
 from polyamp.porting.layouts.canonical_model import Layer
 from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.layer_layout import Form
+from polyamp_keras.porting.converter import CONVERTER
 from polyamp_keras.porting.layers.activations import activation_attributes, activation_name
 from polyamp_keras.porting.layers.layer_record import UNKNOWN
 from polyamp_keras.porting.suggested_code import attribute_lines
-from polyamp_tensorflow.porting.converter import CONVERTER
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES
 from tests.porting.layers.keras_layers import BUILD, randomized

@@ -13,8 +13,8 @@ from keras import layers
 
 import polyamp_tensorflow
 from polyamp_keras.models.variables import model_variables
+from polyamp_keras.porting.converter import CONVERTER
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.porting.converter import CONVERTER
 
 Array = np.ndarray[Any, Any]
 X = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)

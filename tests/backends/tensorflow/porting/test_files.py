@@ -18,9 +18,9 @@ import polyamp
 from polyamp.errors import PortError
 from polyamp.porting.layouts.converter import FileConverter
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_tensorflow.porting.converter import CONVERTER, TensorFlowConverter
+from polyamp_keras.porting.converter import CONVERTER, KerasConverter
 
-FILES = TensorFlowConverter()
+FILES = KerasConverter()
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, in save()
 
 

@@ -15,7 +15,7 @@ from polyamp.errors import PortError
 from polyamp.porting import rollback
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.porting import fill
-from polyamp_tensorflow.porting.converter import CONVERTER
+from polyamp_keras.porting.converter import CONVERTER
 
 
 def network(dtype: str = "float32") -> Any:

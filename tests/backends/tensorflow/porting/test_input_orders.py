@@ -9,7 +9,7 @@ import pytest
 from keras import layers
 
 from polyamp.porting.layouts.input_order import InputOrder
-from polyamp_tensorflow.porting.converter import CONVERTER
+from polyamp_keras.porting.converter import CONVERTER
 
 LAST = {"dense": InputOrder("conv", "last")}
 

@@ -15,7 +15,7 @@ from polyamp import porting
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_keras.models.variables import model_variables
-from polyamp_tensorflow.porting.converter import CONVERTER
+from polyamp_keras.porting.converter import CONVERTER
 from polyamp_tensorflow.precision.policy_module import PolicyModule
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.models.variables import model_variables
-from polyamp_tensorflow.porting.converter import CONVERTER
+from polyamp_keras.porting.converter import CONVERTER
 
 EXPECTED = {
     "ResNet50": {"conv": 53, "batch_norm": 53, "activation": 49, "pooling": 2, "dense": 1},

@@ -9,7 +9,7 @@ from polyamp.porting.layouts.canonical_model import Layer
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.models.variables import model_variables
-from polyamp_tensorflow.porting.converter import CONVERTER
+from polyamp_keras.porting.converter import CONVERTER
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES, inputs
 from tests.porting.layers.keras_layers import BUILD, MISSING, run

@@ -64,7 +64,7 @@ def test_s36_what_is_kept_of_an_activation_is_its_codes() -> None:
         x = tf.cast(tf.constant(float8_values.products()[0]), tf.bfloat16)
         tape.watch(w)
         kept = weakref.ref(x)
-        out = multiply(x, w, "float8_e5m2")
+        out = multiply(x, w, Float8(emulate=True))
         del x
         gc.collect()
         assert kept() is None

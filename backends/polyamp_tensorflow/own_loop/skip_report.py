@@ -1,4 +1,7 @@
-"""Counts of the non-finite elements of each gradient at a skipped update, written in every replica."""
+"""Counts of the non-finite elements of each gradient at a skipped update, written in every replica.
+
+`polyamp_keras.own_loop.skip_report` names the variables by them.
+"""
 
 from __future__ import annotations
 
