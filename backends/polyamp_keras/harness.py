@@ -226,7 +226,7 @@ class ComplexKernel(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyp
     """Layer with one complex kernel, whose result is a function of its input and the kernel."""
 
     def __init__(self, kernel: Array, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
+        super().__init__(autocast=False)
         self.kernel = self.add_weight(shape=kernel.shape, dtype="complex64", initializer="zeros", name="kernel")
         self.kernel.assign(kernel)
         self.function = function

@@ -7,4 +7,6 @@ DEVIATIONS: list[tuple[str, str, str]] = [
     ("reference", "s04_sensitive_families_run_in_float32[FFT", "NumPy's tensor has no FFT"),
     ("keras-jax", "s35_outputs_of_modules_are_measured", "outputs of Keras's layers on JAX are not measured"),
     ("keras-jax", "s35_activations_that_match_no_module", "outputs of Keras's layers on JAX are not measured"),
+    ("keras-torch", "s01_float64", "on torch Keras computes with 64-bit numbers in 32 bits"),
+    ("keras-torch", "s09_replicas_take_the_same_decision", "Keras models on torch are trained in one process"),
 ]

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.errors import ModelError
+from polyamp_keras.arrays import dtype_name
 from polyamp_keras.compat import (
     child_layers,
     flatten_layers,
@@ -64,6 +65,17 @@ def is_built(model: Any) -> bool:
     layers = flatten_layers(model) if is_layer(model) else []
     never_marked = lookup_layers(layers)
     return all(layer.built or layer in never_marked for layer in layers)
+
+
+def build_by_call(layer: Any, args: Any, kwargs: Any) -> None:
+    """Create a layer's variables and child layers by a symbolic call with the shapes and dtypes of these arguments,
+    which computes nothing."""
+
+    def symbolic(leaf: Any) -> Any:
+        return keras.KerasTensor(tuple(leaf.shape), dtype_name(leaf)) if keras.ops.is_tensor(leaf) else leaf
+
+    args, kwargs = keras.tree.map_structure(symbolic, (args, kwargs))
+    layer(*args, **kwargs)
 
 
 def require_built(model: Any, function: str) -> None:

@@ -14,6 +14,7 @@ import polyamp_keras
 collect_ignore = [  # what is about one Keras backend alone
     file
     for file, backends in (
+        ("test_torch_step.py", ("torch",)),
         ("test_torch_waits.py", ("torch",)),
         ("test_torch_port.py", ("torch",)),
         ("test_jax_loop.py", ("jax",)),

@@ -25,6 +25,9 @@ KERAS_FILES = {
     "backends/polyamp_jax/keras_harness.py",
     "backends/polyamp_jax/models/adapters/keras.py",
     "backends/polyamp_jax/precision/jax_only/keras_policy_module.py",
+    "backends/polyamp_torch/keras_harness.py",
+    "backends/polyamp_torch/precision/torch_only/keras_policy_module.py",
+    "backends/polyamp_torch/step/torch_only/keras_models.py",
 }
 """Files that are loaded only where the program has imported Keras, and build on `polyamp_keras`."""
 FORWARDED = {"backends/polyamp_keras/__init__.py": "polyamp_tensorflow"}
