@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import polyamp
+from polyamp.cli import app as cli
 from polyamp.monitor import text_table, writers
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
@@ -30,6 +32,9 @@ def test_the_blocks_print_what_stands_there(name: str, tmp_path: Path, monkeypat
         exec(code, scope)
     assert found.getvalue() == printed
     assert (tmp_path / "run.jsonl").is_file() == (name == "monitor")
+    for command, shown in re.findall(r"^\$ polyamp (.+)\n((?:.*\n)*?)```", text, re.MULTILINE):
+        output = CliRunner(env={"COLUMNS": "118"}).invoke(cli.app, command.split()).output
+        assert [line.rstrip() for line in output.strip().splitlines()] == shown.splitlines()
 
 
 def test_the_table_has_every_option_with_its_default() -> None:
