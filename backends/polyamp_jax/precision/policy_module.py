@@ -167,7 +167,12 @@ jax.tree_util.register_pytree_with_keys(PolicyModule, _flatten_module, _unflatte
 
 
 def make_policy_module(engine: PolicyEngine) -> Any:
-    """Return the model for `loss_fn`: a proxy of an nnx or equinox module, or a `PolicyModule` for other libraries."""
+    """Return the model for `loss_fn`: a proxy of an nnx or equinox module, a `KerasPolicyModule` of a Keras model, or a
+    `PolicyModule` for other libraries."""
+    if engine.adapter.applies_policy:  # loaded with the adapter of its library alone
+        from polyamp_jax.precision.jax_only.keras_policy_module import KerasPolicyModule
+
+        return KerasPolicyModule(engine.view(), engine)
     found = engine.adapter.bind(engine)
     return PolicyModule(engine) if found is None else found
 

@@ -115,11 +115,6 @@ class KerasAdapter(ModelAdapter):
                 application.put()
             yield
 
-    def bind(self, engine: Any) -> Any:
-        from polyamp_jax.precision.jax_only.keras_policy_module import KerasPolicyModule
-
-        return KerasPolicyModule(self.model.value, engine)
-
     def view(self, params: Any, running: RunningState) -> Any:
         return self.model.value
 
