@@ -14,7 +14,6 @@ from torch import nn
 from polyamp.contract.backend import Backend
 from polyamp.display import StateClass, StateDisplayMixin
 from polyamp.errors import ModelError, StateError
-from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refresh, step_checks
 from polyamp.rules.averages import averages_in_place_error
@@ -66,6 +65,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         scaler: the recipe's loss scaler.
         optimizer: the `torch.optim.Optimizer` in use.
         groups: the hyperparameters of each parameter (S27).
+        common_clip: the limits of all gradients together (S11).
         optimizer_settings: the options of the optimizer's groups at `init`, for checkpoints.
         shards: the optimizer's local tensors as real tensors; only for a spec with sharded or complex parameters.
         kernels: the optimizer's fused kernels, for a spec.
@@ -135,6 +135,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
             backend="torch",
             modules=reader.module_paths,
         )
+        self.common_clip = self.groups.common_clip(recipe.clip)
         self.optimizer = optimizers.build_optimizer(self.groups, self.parameters)
         self.optimizer_settings = optimizer_metadata.optimizer_metadata(self.optimizer)
         self.shards = complex_parameters.local_tensor_views(
@@ -348,11 +349,6 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         with DeferInterrupts(), self.lock:
             self.check_alive()
             state_arrays.write_state_arrays(self, arrays)
-
-    @property
-    def common_clip(self) -> ClipLimits:
-        """The limits of all gradients together (S11)."""
-        return self.groups.common_clip(self.recipe.clip)
 
     @property
     def frozen(self) -> list[tuple[str, Any]]:
