@@ -14,7 +14,6 @@ from polyamp.conformance.problems import (
     batch,
     flat_weights,
     layers,
-    loss_fn,
     modules_of,
     recipe,
     split_rows,
@@ -87,25 +86,6 @@ def test_s36_a_loss_scale_changes_nothing(harness: Harness, policy: polyamp.Poli
         state, _ = advance(polyamp.init(harness.mlp(layers(SIZES)), made), [data(seed=n) for n in range(3)])
         weights[scale] = flat_weights(harness, state)
     np.testing.assert_array_equal(weights[1.0], weights[1024.0])
-
-
-def test_s36_micro_batches_are_products_of_their_own(
-    backend: Backend, harness: Harness, policy: polyamp.Policy
-) -> None:
-    """Their mean gradient is that of two batches, but for the rounding of float32."""
-    parts = split_rows(data(size=16), [8, 8])
-    gradients = []
-    for part in parts:
-        state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy))
-        _, found = polyamp.value_and_grad(loss_fn)(state, part)
-        gradients.append({name: np.array(backend.to_numpy(each)) for name, each in backend.named_gradients(found)})
-    state = polyamp.init(harness.mlp(layers(SIZES)), recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=2))
-    before = {name: np.array(each) for name, each in backend.export_state(state).items()}
-    state, _ = advance(state, [parts])
-    after = backend.export_state(state)
-    for name, one in gradients[0].items():
-        moved = before[f"model/{name}"] - np.asarray(after[f"model/{name}"])
-        np.testing.assert_allclose(moved, (one + gradients[1][name]) / 2.0, rtol=0, atol=2.0**-22, err_msg=name)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

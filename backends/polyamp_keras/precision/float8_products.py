@@ -22,12 +22,9 @@ _SIGNIFICAND_LIMIT: Final = 0x600000
 """Fraction bits of 1.75, the significand of both formats' largest number."""
 
 
-FigureSink = Callable[[Any], None]
-"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`."""
-product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]] = ContextVar(
-    "polyamp_product_watch", default=None
-)
-"""Called with the matrices of each product that runs now; returns where its figures go, or None without figures."""
+product_watch: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar("polyamp_product_watch", default=None)
+"""Receives the figures of products that run now, in their backward passes, for a monitor: float32, shape (3, 4), see
+`MonitorSlots.products`. None: they are not computed."""
 
 
 class Codes(NamedTuple):
@@ -112,17 +109,16 @@ def multiply(x: Any, w: Any, gradients: str) -> Any:
     dtype = keras.backend.standardize_dtype(x.dtype)
 
     watch = product_watch.get()
-    sink = None if watch is None else watch(x, w)
 
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
         left, right = quantize(x, ACTIVATION_FORMAT), quantize(w, ACTIVATION_FORMAT)
-        figures = [] if sink is None else [ops.stack([_rounding_sums(x, left), _rounding_sums(w, right)])]
+        figures = [] if watch is None else [ops.stack([_rounding_sums(x, left), _rounding_sums(w, right)])]
         return _multiply_codes(left, right, dtype), (*left, *right, *figures)
 
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
         left, right, codes = Codes(*residuals[:2]), Codes(*residuals[2:4]), quantize(g, gradients)
-        if sink is not None:
-            sink(ops.concatenate([residuals[4], _rounding_sums(g, codes)[None]]))
+        if watch is not None:
+            watch(ops.concatenate([residuals[4], _rounding_sums(g, codes)[None]]))
         dx = _multiply_codes(codes, right, dtype, transpose_right=True)
         return dx, _multiply_codes(left, codes, dtype, transpose_left=True)
 
