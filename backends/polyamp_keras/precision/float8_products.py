@@ -23,12 +23,9 @@ _SIGNIFICAND_LIMIT: Final = 0x600000
 """Fraction bits of 1.75, the significand of both formats' largest number."""
 
 
-FigureSink = Callable[[Any], None]
-"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`."""
-product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]] = ContextVar(
-    "polyamp_product_watch", default=None
-)
-"""Called with the matrices of each product that runs now; returns where its figures go, or None without figures."""
+product_watch: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar("polyamp_product_watch", default=None)
+"""Receives the figures of products that run now, in their backward passes, for a monitor: float32, shape (3, 4), see
+`MonitorSlots.products`. None: they are not computed."""
 
 
 class Codes(NamedTuple):
@@ -140,13 +137,12 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
     """
     dtype, scaling = keras.backend.standardize_dtype(x.dtype), settings.scaling
     watch = product_watch.get()
-    sink = None if watch is None else watch(x, w)
 
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
         left, right = quantize(x, ACTIVATION_FORMAT, scaling, 1), quantize(w, ACTIVATION_FORMAT, scaling, 0)
         out = _multiply_codes(left, right, dtype, scaling)
         pairs = ((x, left, 1), (w, right, 0))
-        figures = [] if sink is None else [ops.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
+        figures = [] if watch is None else [ops.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
         if scaling != "tensor":  # the backward products sum over the other axes
             left, right = quantize(x, ACTIVATION_FORMAT, scaling, 0), quantize(w, ACTIVATION_FORMAT, scaling, 1)
         return out, (*left, *right, *figures)
@@ -154,8 +150,8 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
         left, right = Codes(*residuals[:2]), Codes(*residuals[2:4])
         codes = quantize(g, settings.gradients, scaling, 1)
-        if sink is not None:
-            sink(ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]))
+        if watch is not None:
+            watch(ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]))
         dx = _multiply_codes(codes, right, dtype, scaling, transpose_right=True)
         if scaling != "tensor":
             codes = quantize(g, settings.gradients, scaling, 0)

@@ -26,7 +26,7 @@ from polyamp.results import LossFunction
 from polyamp.rules import step_checks
 from polyamp_keras.arrays import is_floating
 from polyamp_keras.models.layers import LayerEntry, list_layers, recurrent_cells, replace_calls
-from polyamp_keras.precision.float8_products import FigureSink, product_watch
+from polyamp_keras.precision.float8_products import product_watch
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
 
 
@@ -103,26 +103,21 @@ class ProductRecorder:
 
     def wrapped(self, entry: LayerEntry) -> tuple[Any, Callable[..., Any]]:
         """Return a layer and its `call`, whose products are recorded."""
-        return watch_products(entry.layer, lambda x, w: functools.partial(self._add, entry.stable_path))
+        call = entry.layer.call
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            token = product_watch.set(functools.partial(self._add, entry.stable_path))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                product_watch.reset(token)
+
+        return entry.layer, copy_signature(call, called)
 
     def _add(self, path: str, sums: Any) -> None:
         if self._is_own(sums):
             known = self.found.get(path)
             self.found[path] = sums if known is None else known + sums
-
-
-def watch_products(layer: Any, watch: Callable[[Any, Any], FigureSink | None]) -> tuple[Any, Callable[..., Any]]:
-    """Return a layer and its `call`, in which `watch` is called with the matrices of each product in 8 bits."""
-    call = layer.call
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        token = product_watch.set(watch)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            product_watch.reset(token)
-
-    return layer, copy_signature(call, called)
 
 
 def _graph_test() -> Callable[[Any], bool]:
