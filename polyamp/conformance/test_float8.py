@@ -15,6 +15,7 @@ from polyamp.conformance.problems import (
     batch,
     flat_weights,
     layers,
+    loss_fn,
     modules_of,
     recipe,
     split_rows,
