@@ -48,7 +48,10 @@ class ModuleReader:
 
     Attributes:
         model: the model.
+        adds_losses: whether modules of this kind add losses of their own (S25).
     """
+
+    adds_losses = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -149,8 +152,8 @@ class ModuleReader:
                 hidden.append(f"{place}." if place else "")
         return found
 
-    def loss_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around one call of `loss_fn`."""
+    def loss_scope(self, readers: Sequence[ModuleReader]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around one call of `loss_fn`, for all models of it that add losses."""
         return NULL_CONTEXT
 
     def check_loss(self, loss: torch.Tensor, plan: ResolvedPolicy) -> None:
