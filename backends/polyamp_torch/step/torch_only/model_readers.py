@@ -26,7 +26,7 @@ from polyamp_torch.compat import (
 )
 from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
-from polyamp_torch.precision.torch_only.keras_layers import has_keras_layer, is_keras_layer
+from polyamp_torch.precision.torch_only.keras_layers import has_keras_layer
 from polyamp_torch.precision.torch_only.named_parameters import check_parameter_listing, tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import (
     parameter_leaves,
@@ -173,21 +173,6 @@ class ModuleReader:
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters, then the running state, in an order that a copy has too."""
         return [*(p for _, p in tree_parameters(self.model)), *(b for _, b in _tree_buffers(self.model))]
-
-
-def model_reader(model: Any) -> ModuleReader:
-    """Return the reader of a model.
-
-    Raises:
-        ModelError: it is no `nn.Module`.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
-    if is_keras_layer(model):
-        from polyamp_torch.step.torch_only.keras_models import KerasReader
-
-        return KerasReader(model)
-    return ModuleReader(model)
 
 
 def keras_engine_error(engine: str) -> UnsupportedError:
