@@ -38,7 +38,7 @@ from polyamp_torch.step import averages, error_hints, forward_backward, optimize
 from polyamp_torch.step.grad_stats import global_norm, scale_reciprocal
 from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.torch_only.model_readers import model_reader
+from polyamp_torch.step.torch_only.reader_selection import model_reader
 
 if TYPE_CHECKING:
     from polyamp.doctor.float8_probe import Float8Probe

@@ -19,7 +19,7 @@ from polyamp.rules.averages import average_share, averaged_paths
 from polyamp_torch.arrays import DTYPES, XP, can_read_without_sync
 from polyamp_torch.compat import foreach_lerp_
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
-from polyamp_torch.step.torch_only.model_readers import model_reader
+from polyamp_torch.step.torch_only.reader_selection import model_reader
 from polyamp_torch.step.torch_only.spec_formulas import slot_name
 from polyamp_torch.step.torch_only.state_arrays import drop_gathered_parameters, state_buffers
 

@@ -302,7 +302,8 @@ def _run_forward(
 def loss_scopes(states: Sequence[TorchState]) -> contextlib.AbstractContextManager[Any]:
     """Return the context manager around a call of `loss_fn`: the region of the first state's policy, and what each
     model needs."""
-    scopes = [state.bound.region() for state in states[:1]] + [state.reader.loss_scope() for state in states]
+    adding = [state.reader for state in states if state.reader.adds_losses]
+    scopes = [states[0].bound.region(), *(reader.loss_scope(adding) for reader in adding[:1])]
     scopes = [scope for scope in scopes if scope is not NULL_CONTEXT]
     if len(scopes) < 2:
         return scopes[0] if scopes else NULL_CONTEXT

@@ -18,7 +18,7 @@ from polyamp.rules.refresh import KnownParameter, RefreshPlan
 from polyamp_torch.distributed.replicas import check_replicas
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
-from polyamp_torch.step.torch_only.model_readers import model_reader
+from polyamp_torch.step.torch_only.reader_selection import model_reader
 
 
 def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchState:

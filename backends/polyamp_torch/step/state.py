@@ -28,9 +28,9 @@ from polyamp_torch.step.parameter_writes import ParameterWriteTracker
 from polyamp_torch.step.torch_only import complex_parameters, state_arrays
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, StateLock
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
-from polyamp_torch.step.torch_only.model_readers import model_reader
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels
 from polyamp_torch.step.torch_only.random_state import random_state_arrays
+from polyamp_torch.step.torch_only.reader_selection import model_reader
 
 Array = np.ndarray[Any, Any]
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")

@@ -47,6 +47,8 @@ class KerasReader(ModuleReader):
         ModelError: the model is not built.
     """
 
+    adds_losses = True
+
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         require_built(model, "polyamp.init on torch")
@@ -130,9 +132,9 @@ class KerasReader(ModuleReader):
         """Return path -> layer of every layer."""
         return {entry.stable_path: entry.layer for entry in list_layers(self.model)}
 
-    def loss_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around one call of `loss_fn` that warns if it omits losses of the model (S25)."""
-        return warn_missing_regularization([self])
+    def loss_scope(self, readers: Sequence[ModuleReader]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around one call of `loss_fn` that warns if it omits losses of a model (S25)."""
+        return warn_missing_regularization(readers)
 
     def check_loss(self, loss: torch.Tensor, plan: ResolvedPolicy) -> None:
         """Raise for a loss in 16 bits, though the model's output is wider (S6)."""

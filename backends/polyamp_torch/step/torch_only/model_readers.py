@@ -26,7 +26,7 @@ from polyamp_torch.compat import (
 )
 from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
-from polyamp_torch.precision.torch_only.keras_layers import has_keras_layer, is_keras_layer
+from polyamp_torch.precision.torch_only.keras_layers import has_keras_layer
 from polyamp_torch.precision.torch_only.named_parameters import check_parameter_listing, tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import (
     parameter_leaves,
@@ -48,7 +48,10 @@ class ModuleReader:
 
     Attributes:
         model: the model.
+        adds_losses: whether modules of this kind add losses of their own (S25).
     """
+
+    adds_losses = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -149,8 +152,8 @@ class ModuleReader:
                 hidden.append(f"{place}." if place else "")
         return found
 
-    def loss_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around one call of `loss_fn`."""
+    def loss_scope(self, readers: Sequence[ModuleReader]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around one call of `loss_fn`, for all models of it that add losses."""
         return NULL_CONTEXT
 
     def check_loss(self, loss: torch.Tensor, plan: ResolvedPolicy) -> None:
@@ -170,21 +173,6 @@ class ModuleReader:
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters, then the running state, in an order that a copy has too."""
         return [*(p for _, p in tree_parameters(self.model)), *(b for _, b in _tree_buffers(self.model))]
-
-
-def model_reader(model: Any) -> ModuleReader:
-    """Return the reader of a model.
-
-    Raises:
-        ModelError: it is no `nn.Module`.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
-    if is_keras_layer(model):
-        from polyamp_torch.step.torch_only.keras_models import KerasReader
-
-        return KerasReader(model)
-    return ModuleReader(model)
 
 
 def keras_engine_error(engine: str) -> UnsupportedError:
