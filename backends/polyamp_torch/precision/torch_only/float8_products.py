@@ -308,7 +308,8 @@ def _largest(sizes: torch.Tensor, scaling: str, axis: int) -> torch.Tensor:
     missing = -sizes.shape[axis] % BLOCK  # in the last block of a number of rows
     if missing:
         sizes = nn.functional.pad(sizes, (0, 0, 0, missing) if axis == 0 else (0, missing))
-    return sizes.unflatten(axis, (-1, BLOCK)).amax(axis + 1)
+    blocks = (*sizes.shape[:axis], -1, BLOCK, *sizes.shape[axis + 1 :])
+    return sizes.reshape(blocks).amax(axis + 1)
 
 
 def _spread(of_blocks: torch.Tensor, size: int, axis: int) -> torch.Tensor:
