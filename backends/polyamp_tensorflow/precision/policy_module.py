@@ -53,9 +53,8 @@ class PolicyModule(BoundKerasModel):
 
     def _policy_region(self) -> AbstractContextManager[ResolvedPolicy]:
         """Return a context manager in which the model follows the innermost policy; it yields that policy."""
-        whole = self._whole
-        regions = POLICY_REGIONS.get()[whole._around :]
-        return regions[-1](whole._model, self._plan) if regions else contextlib.nullcontext(self._plan)
+        regions = POLICY_REGIONS.get()[self._whole._around :]
+        return regions[-1](root_model(self), self._plan) if regions else contextlib.nullcontext(self._plan)
 
 
 def module_parameters(model: Any) -> dict[str, Any]:

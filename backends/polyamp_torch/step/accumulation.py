@@ -18,11 +18,11 @@ from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, scaled_backward
 from polyamp_torch.step.loss_weights import weighted_loss_sum
-from polyamp_torch.step.product_figures import PassWatch
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
 from polyamp_torch.step.torch_only.parameter_write_broadcast import has_unannounced_writes
+from polyamp_torch.step.torch_only.product_figures import PassWatch
 from polyamp_torch.step.update import StepReduction
 
 

@@ -25,10 +25,10 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import accumulate_gradients
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, stash_grads
 from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting
-from polyamp_torch.step.product_figures import PassWatch
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
+from polyamp_torch.step.torch_only.product_figures import PassWatch
 from polyamp_torch.step.update import StepReduction, UpdateGradients, skipped_step_result, update_states
 
 

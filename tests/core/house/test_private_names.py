@@ -140,7 +140,7 @@ def _of_self(node: ast.AST) -> bool:
 @functools.cache
 def inherited_names(package: str) -> set[str]:
     """The private names that any module of a backend's package defines, or of the package that it builds on."""
-    packages = (package, "polyamp_keras") if package in ("polyamp_tensorflow", "polyamp_jax") else (package,)
+    packages = (package, "polyamp_keras") if package != "polyamp_keras" else (package,)
     paths = sorted(path for each in packages for path in (ROOT / "backends" / each).rglob("*.py"))
     return set().union(*(own_names(ast.parse(path.read_text())) for path in paths))
 

@@ -12,7 +12,7 @@ from polyamp_jax.models.module_path import ROOT_PATH, PathStep
 from polyamp_jax.models.module_proxy import Binding
 from polyamp_jax.precision.interpreter.tracing import innermost_policy_scope
 from polyamp_keras.interrupts import EnsureUndo, close_stale_blocks
-from polyamp_keras.precision.bound_model import BoundKerasModel
+from polyamp_keras.precision.bound_model import BoundKerasModel, root_model
 from polyamp_keras.precision.policy_application import PolicyApplication
 
 
@@ -68,7 +68,7 @@ class KerasPolicyModule(BoundKerasModel):
                 yield plan
                 return
             close_stale_blocks()
-            application = PolicyApplication(self._whole._model, plan)
+            application = PolicyApplication(root_model(self), plan)
             with EnsureUndo(application.restore):
                 application.put()
                 yield plan

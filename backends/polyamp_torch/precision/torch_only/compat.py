@@ -6,7 +6,9 @@ is on where its key is not excluded; `torch.library` takes kernels for any key o
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -150,3 +152,11 @@ def returned_values(name: str) -> list[Any]:
     forms = [] if packet is None else [getattr(packet, form)._schema for form in packet.overloads()]
     returned = [value for schema in forms if not schema.is_mutable for value in schema.returns]
     return [value for value in returned if "Tensor" in str(value.type)]
+
+
+def compiled_code_runs_eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager in which what `torch.compile` made runs uncompiled. Imports no compiler."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

@@ -19,7 +19,7 @@ from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.interrupts import close_stale_blocks as close_stale_keras_blocks
 from polyamp_keras.models.layers import build_by_call, is_built
 from polyamp_keras.precision import apply_policy
-from polyamp_keras.precision.bound_model import BoundKerasModel, bound_parameters, root_model
+from polyamp_keras.precision.bound_model import BoundKerasModel, bound_parameters, native_model, root_model
 from polyamp_keras.precision.policy_application import PolicyTemplate
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import matmul_precision
@@ -181,7 +181,7 @@ def keras_autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         UnsupportedError, PolicyError: it cannot follow the policy.
     """
     bound = isinstance(target, KerasPolicyModule)
-    model = target._model if bound else target
+    model = native_model(target)
     plan = resolve_policy(model, policy)
     if is_built(model):
         return KerasPolicyModule(model, plan, in_step=bound and target._in_step)

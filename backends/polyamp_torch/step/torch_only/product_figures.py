@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from polyamp.monitor.slots import MonitorSelection
 from polyamp.results import StepResult
+from polyamp_torch.compat import module_parameters
+from polyamp_torch.precision.torch_only.compat import compiled_code_runs_eagerly
 from polyamp_torch.precision.torch_only.float8_watch import OPEN_WATCHES, FigureSink
 from polyamp_torch.precision.torch_only.unwrapped_paths import short_paths
 from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
@@ -77,10 +78,8 @@ class ProductRecorder:
     def installed(self) -> Iterator[None]:
         """Context manager in which products are recorded."""
         OPEN_WATCHES.append(self)
-        may_be_compiled = "torch._dynamo" in sys.modules  # to ask torch itself would import it
-        uncompiled: Any = torch.compiler.set_stance("force_eager") if may_be_compiled else contextlib.nullcontext()
         try:
-            with uncompiled:
+            with compiled_code_runs_eagerly():
                 yield
         finally:
             OPEN_WATCHES.remove(self)
@@ -96,8 +95,9 @@ class ProductRecorder:
         """Find the module of each parameter that the model has now."""
         short, self._owners = short_paths(self._state.model), {}
         for name, part in self._state.model.named_modules():
-            for p in own_parameters(part):
-                self._owners.setdefault(id(p), short[name])
+            for p in module_parameters(part).values():
+                if p is not None:
+                    self._owners.setdefault(id(p), short[name])
 
     def _add(self, path: str, figures: torch.Tensor) -> None:
         figures = figures.to(self._state.device)
@@ -115,8 +115,3 @@ class ProductRecorder:
         if self._state.replicas.group is not None:
             sums = self._state.replicas.all_reduce_vector(sums.reshape(-1)).view_as(sums)
         return dict(zip(self._modules, sums, strict=True))
-
-
-def own_parameters(module: Any) -> Iterator[torch.Tensor]:
-    """Return the parameters that a module owns itself, shared ones too."""
-    return (p for p in module._parameters.values() if p is not None)
