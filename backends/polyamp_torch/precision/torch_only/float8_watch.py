@@ -22,6 +22,9 @@ class ProductWatch(Protocol):
     def sink(self, parameter: torch.Tensor) -> FigureSink | None:
         """Return where the figures of products with a parameter go; None if it is not the model's."""
 
+    def add(self, path: str, figures: torch.Tensor) -> None:
+        """Add the figures of a product of a module."""
+
 
 OPEN_WATCHES: Final[list[ProductWatch]] = []
 """The watches of the passes that run now. Backward passes may run in threads of torch's own."""

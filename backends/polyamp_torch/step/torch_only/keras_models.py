@@ -12,8 +12,9 @@ It differs from an `nn.Module` in these points:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from polyamp.rules.parameter_kinds import ParameterLeaf
 from polyamp_keras.models.copies import copy_model
 from polyamp_keras.models.layers import StructureSnapshot, layer_path_aliases, list_layers, require_built
 from polyamp_keras.models.variables import model_variables, parameter_leaves
+from polyamp_keras.precision.float8_products import product_watch
 from polyamp_keras.precision.output_casts import check_loss_dtype
 from polyamp_keras.precision.regularization_losses import warn_missing_regularization
+from polyamp_torch.precision.torch_only.float8_watch import ProductWatch
 from polyamp_torch.precision.torch_only.keras_layers import is_keras_optimizer
 from polyamp_torch.precision.torch_only.keras_policy_module import KerasPolicyModule, resolve_policy
 from polyamp_torch.step.torch_only.buffers import BufferOwner, BufferOwners
@@ -131,6 +134,28 @@ class KerasReader(ModuleReader):
     def output_modules(self) -> dict[str, Any]:
         """Return path -> layer of every layer."""
         return {entry.stable_path: entry.layer for entry in list_layers(self.model)}
+
+    def parameter_modules(self) -> dict[int, str]:
+        """Return `id` of a parameter -> path of its layer."""
+        return {id(p): path.rpartition("/")[0] for path, p in self.trained().items()}
+
+    @contextlib.contextmanager
+    def watch_products(self, watch: ProductWatch) -> Iterator[None]:
+        """Context manager in which `watch` receives the figures of the layers' products in 8 bits (S35)."""
+        tokens: list[Any] = []
+
+        def begin(path: str, *_: Any) -> None:
+            tokens.append(product_watch.set(functools.partial(watch.add, path)))
+
+        def end(*_: Any) -> None:
+            product_watch.reset(tokens.pop())
+
+        with contextlib.ExitStack() as hooks:
+            for entry in list_layers(self.model):
+                before = entry.layer.register_forward_pre_hook(functools.partial(begin, entry.stable_path))
+                hooks.callback(before.remove)
+                hooks.callback(entry.layer.register_forward_hook(end, always_call=True).remove)
+            yield
 
     def loss_scope(self, readers: Sequence[ModuleReader]) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around one call of `loss_fn` that warns if it omits losses of a model (S25)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from polyamp_torch.compat import (
 )
 from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.precision.policy_module import PolicyModule, resolve_policy
+from polyamp_torch.precision.torch_only.compat import compiled_code_runs_eagerly
+from polyamp_torch.precision.torch_only.float8_watch import OPEN_WATCHES, ProductWatch
 from polyamp_torch.precision.torch_only.keras_layers import has_keras_layer
 from polyamp_torch.precision.torch_only.named_parameters import check_parameter_listing, tree_parameters
 from polyamp_torch.precision.torch_only.unwrapped_paths import (
@@ -151,6 +153,25 @@ class ModuleReader:
             if whole or is_compiled(part):
                 hidden.append(f"{place}." if place else "")
         return found
+
+    def parameter_modules(self) -> dict[int, str]:
+        """Return `id` of a parameter that the model has now -> path of its module."""
+        short, found = short_paths(self.model), dict[int, str]()
+        for name, part in self.model.named_modules():
+            for p in module_parameters(part).values():
+                if p is not None:
+                    found.setdefault(id(p), short[name])
+        return found
+
+    @contextlib.contextmanager
+    def watch_products(self, watch: ProductWatch) -> Iterator[None]:
+        """Context manager in which `watch` receives the figures of the model's products in 8 bits (S35)."""
+        OPEN_WATCHES.append(watch)
+        try:
+            with compiled_code_runs_eagerly():
+                yield
+        finally:
+            OPEN_WATCHES.remove(watch)
 
     def loss_scope(self, readers: Sequence[ModuleReader]) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around one call of `loss_fn`, for all models of it that add losses."""

@@ -14,10 +14,7 @@ import torch
 
 from polyamp.monitor.slots import MonitorSelection
 from polyamp.results import StepResult
-from polyamp_torch.compat import module_parameters
-from polyamp_torch.precision.torch_only.compat import compiled_code_runs_eagerly
-from polyamp_torch.precision.torch_only.float8_watch import OPEN_WATCHES, FigureSink
-from polyamp_torch.precision.torch_only.unwrapped_paths import short_paths
+from polyamp_torch.precision.torch_only.float8_watch import FigureSink
 from polyamp_torch.step.output_figures import OutputHooks, with_output_figures
 from polyamp_torch.step.state import TorchState
 
@@ -69,37 +66,25 @@ class ProductRecorder:
 
     def __init__(self, state: TorchState) -> None:
         self._state = state
-        self._owners: dict[int, str] = {}
-        self._find_owners()
+        self._owners = state.reader.parameter_modules()
         self._modules = list(dict.fromkeys(self._owners.values()))
         self._found: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Context manager in which products are recorded."""
-        OPEN_WATCHES.append(self)
-        try:
-            with compiled_code_runs_eagerly():
-                yield
-        finally:
-            OPEN_WATCHES.remove(self)
+        with self._state.reader.watch_products(self):
+            yield
 
     def sink(self, parameter: torch.Tensor) -> FigureSink | None:
         """Return where the figures of products with a parameter go; None if it is not the model's."""
         if id(parameter) not in self._owners:  # fully_shard gathers a parameter as another tensor
-            self._find_owners()
+            self._owners = self._state.reader.parameter_modules()
         path = self._owners.get(id(parameter))
-        return None if path is None else functools.partial(self._add, path)
+        return None if path is None else functools.partial(self.add, path)
 
-    def _find_owners(self) -> None:
-        """Find the module of each parameter that the model has now."""
-        short, self._owners = short_paths(self._state.model), {}
-        for name, part in self._state.model.named_modules():
-            for p in module_parameters(part).values():
-                if p is not None:
-                    self._owners.setdefault(id(p), short[name])
-
-    def _add(self, path: str, figures: torch.Tensor) -> None:
+    def add(self, path: str, figures: torch.Tensor) -> None:
+        """Add the figures of a product of a module."""
         figures = figures.to(self._state.device)
         known = self._found.get(path)
         self._found[path] = figures if known is None else known + figures
