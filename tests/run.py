@@ -104,6 +104,9 @@ for _name, _seconds in {
 for _name in FRAMEWORKS:
     _quick = [] if _name == "torch" else QUICK_XLA
     SUITES[f"keras-{_name}"] = Suite([*PYTEST, *_quick, "tests/backends/keras"], 30, {"KERAS_BACKEND": _name})
+SUITES["conformance-keras-torch"] = Suite(
+    [*CONFORMANCE, "--polyamp-backend=keras-torch"], 120, {"KERAS_BACKEND": "torch"}
+)
 SUITES["conformance-keras-jax"] = Suite(
     [*CONFORMANCE, *QUICK_XLA, "--polyamp-backend=keras-jax"], 90, {"KERAS_BACKEND": "jax"}
 )

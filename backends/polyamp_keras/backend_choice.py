@@ -11,25 +11,15 @@ from polyamp.errors import UnsupportedError
 
 _BACKENDS: Final = ("tensorflow", "torch", "jax")
 """Keras backends that polyamp supports. polyamp's backends have the same names."""
-_FIT_ONLY: Final = ("torch",)
-"""Those among them on which models train by `fit` and loops of one's own alone, and not by `polyamp.init`."""
 
 
 def backend_name() -> str:
     """Return the name of the polyamp backend for Keras objects in this process.
 
     Raises:
-        UnsupportedError: Keras runs on something that polyamp does not support, or supports in `fit` alone.
+        UnsupportedError: Keras runs on something that polyamp does not support.
     """
-    name = check_keras_backend()
-    if name in _FIT_ONLY:
-        raise UnsupportedError(
-            "polyamp.init, train_step, value_and_grad, autocast and refresh are for Keras on "
-            f"{_joined([each for each in _BACKENDS if each not in _FIT_ONLY])}. Received: Keras on its {name!r} "
-            "backend. There use fit or a loop of your own, with polyamp_keras.compile, guard, LossScaleOptimizer and "
-            "apply_policy; or set KERAS_BACKEND=tensorflow before Keras is imported."
-        )
-    return name
+    return check_keras_backend()
 
 
 def check_keras_backend() -> str:

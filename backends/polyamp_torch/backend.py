@@ -32,12 +32,13 @@ from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.native_scaler import GradScaler, native_scaler
 from polyamp_torch.precision.autocast import autocast, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
+from polyamp_torch.precision.torch_only.keras_layers import is_keras_model
 from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
-from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step import averages, error_hints, forward_backward, optimizer_metadata, step, update
 from polyamp_torch.step.grad_stats import global_norm, scale_reciprocal
 from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.torch_only.model_readers import model_reader
 
 if TYPE_CHECKING:
     from polyamp.doctor.float8_probe import Float8Probe
@@ -114,6 +115,10 @@ class TorchBackend:
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, PolicyModule):  # the model in `loss_fn`: this policy replaces its own inside
             target = wrapped_module(target)
+        if is_keras_model(target):
+            from polyamp_torch.precision.torch_only.keras_policy_module import keras_autocast
+
+            return keras_autocast(target, policy)
         if isinstance(target, nn.Module):
             plan = resolve_policy(target, policy)
             check_fsdp_precision(target, plan)
@@ -140,14 +145,21 @@ class TorchBackend:
         return tree, torch.isfinite(global_norm(unscaled))
 
     def regularization(self, model: Any) -> Any:
+        if is_keras_model(model):
+            from polyamp_keras.precision.regularization_losses import regularization
+
+            return regularization(model)
         parameters = tree_parameters(wrapped_module(model) if isinstance(model, PolicyModule) else model)
         return torch.zeros((), device=next((p.device for _, p in parameters), None), dtype=torch.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
         if isinstance(model, PolicyModule):
             return model.trainable()
-        path = path_function(model)
-        return {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
+        if is_keras_model(model):
+            from polyamp_torch.precision.torch_only.keras_policy_module import keras_parameters
+
+            return keras_parameters(model)
+        return dict(model_reader(model).trained())
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         step_checks.check_options(options, (), function="init", backend=self.name)
@@ -244,6 +256,14 @@ class TorchBackend:
         from polyamp_torch.harness import TorchHarness
 
         return TorchHarness()
+
+    def library_harness(self, library: str) -> Harness:
+        """Return the harness of Keras's models, for the conformance suite (`HasLibraryHarnesses`)."""
+        if library != "keras":
+            raise UnsupportedError(f"the torch backend trains models of torch and of Keras. Received: {library!r}.")
+        from polyamp_torch.keras_harness import KerasTorchHarness
+
+        return KerasTorchHarness()
 
 
 BACKEND: Final[Backend] = TorchBackend()

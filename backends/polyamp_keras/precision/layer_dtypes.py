@@ -86,7 +86,7 @@ def _resolve_overrides(found: list[LayerEntry], policy: Policy) -> ResolvedPolic
     paths = [names[module.path] for module in found]
     paths += [(path,) for module in found for _, path in functional_operations(module)]
     called = path_aliases.expand_aliases(
-        policy.aliases, "tensorflow", [[path for path in own if path] for own in paths]
+        policy.aliases, keras.config.backend(), [[path for path in own if path] for own in paths]
     )
     overrides.check_all_match(policy.overrides, (name for own in called for name in own))
     named = {path[0]: overrides.dtype_at(policy.overrides, *own) for path, own in zip(paths, called, strict=True)}

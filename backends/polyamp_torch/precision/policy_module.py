@@ -191,6 +191,10 @@ class PolicyModule:
             return self._traced(kept=self._plan.mixes and self._plan.kept)
         return InstallationBlock(self, self._installation)
 
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context manager around `loss_fn`: the region of the policy."""
+        return root_region(self._plan, self._device.type)
+
     def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy what a forward pass wrote to casts of parameters to the parameters, in mode "cast".
 

@@ -6,8 +6,7 @@ The states are `TorchState`s, annotated as `Any` because `state` imports this mo
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from polyamp.recipe.ema import Ema
 from polyamp.rules.averages import average_share, averaged_paths
 from polyamp_torch.arrays import DTYPES, XP, can_read_without_sync
 from polyamp_torch.compat import foreach_lerp_
-from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
+from polyamp_torch.step.torch_only.model_readers import model_reader
 from polyamp_torch.step.torch_only.spec_formulas import slot_name
 from polyamp_torch.step.torch_only.state_arrays import drop_gathered_parameters, state_buffers
 
@@ -168,7 +167,9 @@ def averaged_model(state: Any) -> nn.Module:
             )
         model: Any = state.model if engine is None else state.model.module
         try:
-            copied: nn.Module = copy.deepcopy(model)
+            reader = model_reader(model)
+            copied = reader.copied()
+            twins = model_reader(copied).tensors()
         except Exception as error:
             raise UnsupportedError(
                 f"averaged_model cannot copy this {type(model).__name__} ({type(error).__name__}: {error}). Use `with "
@@ -177,11 +178,7 @@ def averaged_model(state: Any) -> nn.Module:
         buffers = state_buffers(state)
         found = {id(state.parameters[path]): average for path, average in averages.model.items()}
         found |= {id(buffers[path]): average for path, average in averages.running.items()}
-        for place, twin in zip(_tensors(model), _tensors(copied), strict=True):
+        for place, twin in zip(reader.tensors(), twins, strict=True):
             if id(place) in found:
                 twin.copy_(found[id(place)])
         return copied
-
-
-def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
-    return [*(p for _, p in tree_parameters(model)), *(b for _, b in nn.Module.named_buffers(model))]

@@ -18,9 +18,9 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, detach_leaf, dtype_name, to_device
-from polyamp_torch.compat import foreach_mul_, local_tensor_of
+from polyamp_torch.compat import NULL_CONTEXT, foreach_mul_, local_tensor_of
 from polyamp_torch.distributed.replicas import guard_states
-from polyamp_torch.precision.autocast import backward_region, matmul_precision, root_region
+from polyamp_torch.precision.autocast import backward_region, matmul_precision
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
 from polyamp_torch.step.grad_stats import cast_scalar_for_bucket
@@ -254,11 +254,11 @@ def _run_forward(
     state, model = states[0], models[0] if len(models) == 1 else models
 
     def run() -> tuple[Any, Sequence[LossCount]]:
-        with root_region(state.plan, state.device.type), interrupts.allowed:
+        with loss_scopes(states), interrupts.allowed:
             return loss_weights.call_loss_fn(loss_fn, model, batch)
 
     def count(part: Any) -> list[Any]:
-        with root_region(state.plan, state.device.type), interrupts.allowed:
+        with states[0].bound.region(), interrupts.allowed:
             return _mean_counts(loss_fn, model, states, part)
 
     code = getattr(loss_fn, "__code__", type(loss_fn))
@@ -295,7 +295,21 @@ def _run_forward(
             f"Received: {type(loss).__name__} without a gradient. Is it detached, or under torch.no_grad()?"
         )
     step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
+    state.reader.check_loss(loss, state.plan)
     return read, size
+
+
+def loss_scopes(states: Sequence[TorchState]) -> contextlib.AbstractContextManager[Any]:
+    """Return the context manager around a call of `loss_fn`: the region of the first state's policy, and what each
+    model needs."""
+    scopes = [state.bound.region() for state in states[:1]] + [state.reader.loss_scope() for state in states]
+    scopes = [scope for scope in scopes if scope is not NULL_CONTEXT]
+    if len(scopes) < 2:
+        return scopes[0] if scopes else NULL_CONTEXT
+    stack = contextlib.ExitStack()
+    for scope in scopes:
+        stack.enter_context(scope)
+    return stack
 
 
 def _mean_counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState], part: Any) -> list[Any]:
@@ -316,10 +330,14 @@ class _DryRunSnapshot:
         self._states = states
         self._snapshots = [PassSnapshot(state) for state in states]
         self._random = generator_states(states[0].device)
+        streams = [stream for state in states for stream in state.reader.random_streams().values()]
+        self._streams = [(stream, stream.detach().clone()) for stream in streams]
 
     def restore(self) -> None:
         """Restore the snapshot, in casts too."""
         restore_generator_states(self._random, self._states[0].device)
+        for stream, value in self._streams:
+            stream.detach().copy_(value)
         for state, snapshot in zip(self._states, self._snapshots, strict=True):
             snapshot.parameters.compare()
             snapshot.undo()

@@ -26,12 +26,10 @@ from polyamp_torch.compat import (
     CompiledCallHook,
     compiled_call_of_module,
     has_active_transforms,
-    is_compiled,
     is_in_backward,
     local_tensor_of,
     without_function_modes,
 )
-from polyamp_torch.precision.torch_only.unwrapped_paths import short_paths
 from polyamp_torch.step.state import TorchState
 
 _SUMS = 6
@@ -55,7 +53,7 @@ class OutputHooks:
     """
 
     def __init__(self, state: TorchState, selection: MonitorSelection, *, traced: bool = False) -> None:
-        seen = visible_modules(state.model)
+        seen = state.reader.output_modules()
         check_selected_outputs(selection, seen)
         self._state = state
         self._limits = output_limits(selection.compute)
@@ -141,22 +139,6 @@ def add_figures(one: OutputFigures | None, other: OutputFigures) -> OutputFigure
     if one is None:
         return other
     return OutputFigures(one.sums + other.sums, torch.maximum(one.largest, other.largest))
-
-
-def visible_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return path -> module of all that run one by one: of a wrapper the module in it, and of what `torch.compile` made
-    one function the whole."""
-    short = short_paths(model)
-    found: dict[str, nn.Module] = {}
-    hidden: list[str] = []
-    for place, part in model.named_modules():
-        if any(place.startswith(prefix) for prefix in hidden):
-            continue
-        found[short[place]] = part
-        whole = is_compiled(part) or compiled_call_of_module(part) is not None or is_compiled(vars(part).get("forward"))
-        if whole:
-            hidden.append(f"{place}." if place else "")
-    return found
 
 
 def _tensor_figures(tensor: torch.Tensor, limits: OutputLimits, home: torch.device) -> OutputFigures:

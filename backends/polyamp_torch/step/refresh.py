@@ -16,10 +16,9 @@ from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules.refresh import KnownParameter, RefreshPlan
 from polyamp_torch.distributed.replicas import check_replicas
-from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
-from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts
+from polyamp_torch.step.torch_only.model_readers import model_reader
 
 
 def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchState:
@@ -62,8 +61,7 @@ def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchStat
 def _trained_parameters(model: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"refresh: model must be an nn.Module. Received: {type(model).__name__}.")
-    named, path = tree_parameters(model), path_function(model)
-    return {path(name): (id(p), tuple(p.shape)) for name, p in named if p.requires_grad}
+    return {name: (id(p), tuple(p.shape)) for name, p in model_reader(model).trained().items()}
 
 
 def _known_parameters(found: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, KnownParameter]:
@@ -135,8 +133,7 @@ def _carry_native_optimizer(state: TorchState, model: torch.nn.Module, survivors
 def _edit_native_groups(state: TorchState, model: torch.nn.Module, survivors: dict[str, str]) -> None:
     """Remove departed parameters and their slots from the groups; add new parameters to the only group."""
     optimizer = state.optimizer
-    path = path_function(model)
-    now = {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
+    now = model_reader(model).trained()
     kept = {id(state.parameters[before]): now[name] for name, before in survivors.items()}
     trained = {id(p) for p in now.values()}
     for group in optimizer.param_groups:  # the replacement of a surviving parameter takes its place

@@ -15,29 +15,21 @@ from polyamp.contract.backend import Backend
 from polyamp.display import StateClass, StateDisplayMixin
 from polyamp.errors import ModelError, StateError
 from polyamp.recipe.clip_limits import ClipLimits
-from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refresh, step_checks
 from polyamp.rules.averages import averages_in_place_error
 from polyamp.rules.group_members import resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.compat import module_children, module_parameters
 from polyamp_torch.distributed.replicas import find_replicas
-from polyamp_torch.distributed.torch_only.fsdp_mixed_precision import check_fsdp_precision
-from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy
-from polyamp_torch.precision.torch_only.named_parameters import check_parameter_listing, tree_parameters
-from polyamp_torch.precision.torch_only.unwrapped_paths import (
-    parameter_leaves,
-    path_function,
-    unwrapped_paths,
-)
+from polyamp_torch.precision.policy_module import module_device
 from polyamp_torch.step import optimizer_metadata, optimizers
 from polyamp_torch.step.averages import MovingAverages
 from polyamp_torch.step.parameter_writes import ParameterWriteTracker
-from polyamp_torch.step.torch_only import buffers, complex_parameters, state_arrays
+from polyamp_torch.step.torch_only import complex_parameters, state_arrays
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, StateLock
 from polyamp_torch.step.torch_only.foreign_grads import GraphSizeCache
+from polyamp_torch.step.torch_only.model_readers import model_reader
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels
 from polyamp_torch.step.torch_only.random_state import random_state_arrays
 
@@ -68,6 +60,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
 
     Attributes:
         model: the user's module, of the type that `TorchState[Net]` names.
+        reader: what reads the module, by its kind.
         recipe: the training recipe.
         plan: the recipe's policy, resolved against the model's modules.
         scaler: the recipe's loss scaler.
@@ -95,12 +88,11 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
     _shown = ("averages", "optimizer", "parameters", "plan")
 
     def __init__(self, model: ModuleT, recipe: Recipe, backend: Backend) -> None:
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
-        _refuse_lazy(model)
-        self._path = path_function(model)
+        self.reader = reader = model_reader(model)
         self.replicas = find_replicas(model)
-        named = [(self._path(name), p) for name, p in tree_parameters(model) if p.requires_grad]
+        reader.check(recipe, self.replicas.engine.name)
+        trained = reader.trained()
+        named = list(trained.items())
         step_checks.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe, complex_numbers=True)
         for name, p in named:
             if 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) < p.numel():
@@ -108,8 +100,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
                     f"parameter {name!r} is expanded: several of its {p.numel()} elements are one number in memory, "
                     "which no optimizer can update. Make the small tensor the parameter, and expand it in forward()."
                 )
-        if is_spec(recipe.optimizer):
-            check_parameter_listing(model, dict(named))
+        reader.check_listing(recipe, trained)
         self.backend: Final = backend
         self.lock = StateLock()
         self.watch = StuckScaleMonitor()
@@ -117,33 +108,32 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         self.device = module_device(model)
         self.model = model
         self.recipe = recipe
-        self.plan = resolve_policy(model, recipe.policy)
-        check_fsdp_precision(model, self.plan)
+        self.plan = reader.plan(recipe.policy)
         self.scaler = recipe.loss_scaler  # a recipe without one creates it at each access
-        self.bound = PolicyModule(model, self.plan, self.device)
-        self.parameters = dict(named)
+        self.bound = reader.bind(self.plan, self.device)
+        self.parameters = trained
         self.complex_parameters = [p for _, p in named if p.is_complex()]
         if self.complex_parameters:
             path = next(name for name, p in named if p.is_complex())
             complex_parameters.check_complex_training(path, recipe.optimizer, self.replicas.engine.name)
-        self._frozen = [(self._path(name), p) for name, p in tree_parameters(model) if not p.requires_grad]
+        self._frozen = list(reader.frozen().items())
         self._forms = list(map(_SHAPE_DTYPE_DEVICE, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
         self._strides = list(map(_STRIDES, self.parameters.values()))
         self._contiguous = all(map(_CONTIGUOUS, self.parameters.values()))  # these two checks are faster
         self._on_cpu = all(map(_IS_CPU, self.parameters.values()))
-        self._places = _module_slots(model)
+        self._places = reader.slots()
         self._members = list(_slot_values(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
-        self.buffer_owners = buffers.find_buffer_owners(model)
+        self.buffer_owners = reader.buffer_owners()
         self.writes = ParameterWriteTracker({**self.parameters, **dict(self._frozen)})
         self.sums_means: dict[Any, bool] = {}
         self.groups = resolve_group_members(
             recipe,
             self.parameters,
-            lambda: parameter_leaves(model, self.parameters),
+            lambda: reader.leaves(self.parameters),
             backend="torch",
-            modules=lambda: itertools.chain.from_iterable(unwrapped_paths(model).items()),
+            modules=reader.module_paths,
         )
         self.optimizer = optimizers.build_optimizer(self.groups, self.parameters)
         self.optimizer_settings = optimizer_metadata.optimizer_metadata(self.optimizer)
@@ -168,8 +158,9 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         """Return the contents for `pickle` and `copy`.
 
         Raises:
-            StateError: the state has connections to other processes, which cannot be copied.
+            StateError: the state has connections to other processes, or a Keras model, which cannot be copied with it.
         """
+        self.reader.check_copy()
         engine = self.replicas.engine.name
         if engine is not None:
             whole = "state.model.module" if engine == "ddp" else None
@@ -197,6 +188,12 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         # compared as objects, not by id: a new object may have the id of a freed one
         if not all(map(operator.is_, _slot_values(self._places), self._members)):
             self._refresh_records()
+        changed = self.reader.changed()
+        if changed is not None:
+            raise ModelError(
+                f"{changed} than at init, of which the optimizer does not know. Go on with state = "
+                "polyamp.refresh(state): what stayed keeps its optimizer state."
+            )
         held = _grouped_parameters(self.optimizer)
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             self._check_groups(held)
@@ -265,7 +262,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
             if all(map(operator.is_, _slot_values(self._places), self._members)):
                 return
         known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
-        now = {self._path(name): p for name, p in tree_parameters(self.model)}
+        now = self.reader.parameters()
         strange = next((name for name, p in now.items() if id(p) not in known), None)
         held = {id(p) for p in now.values()}
         lost = next((name for name, p in self.parameters.items() if id(p) not in held), None)
@@ -275,9 +272,9 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
                 "so the optimizer does not know of it. Go on with state = polyamp.refresh(state): what stayed keeps "
                 "its optimizer state."
             )
-        self._places = _module_slots(self.model)
+        self._places = self.reader.slots()
         self._members = list(_slot_values(self._places))
-        self.buffer_owners = buffers.find_buffer_owners(self.model)
+        self.buffer_owners = self.reader.buffer_owners()
 
     def check_alive(self) -> None:
         """Raise if the state was refreshed, or its model has its averages in place of the trained parameters."""
@@ -363,29 +360,9 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         return self._frozen
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    """Raise if a lazy module still has uninitialised parameters or buffers.
-
-    Raises:
-        ModelError: names the first.
-    """
-    for kind, named in (("parameter", tree_parameters(model)), ("buffer", nn.Module.named_buffers(model))):
-        for name, value in named:
-            if nn.parameter.is_lazy(value):
-                raise ModelError(
-                    f"{kind} {name.replace('.', '/')!r} has no shape yet. Call the model once on a batch, which makes "
-                    "the parameters of its lazy modules, then polyamp.init."
-                )
-
-
 def _grouped_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return an optimizer's parameters, with None at the end of each group."""
     return [p for group in optimizer.param_groups for p in (*group["params"], None)]
-
-
-def _module_slots(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter and child dicts of every module."""
-    return [slots for module in model.modules() for slots in (module_parameters(module), module_children(module))]
 
 
 def _slot_values(places: list[dict[str, Any]]) -> Iterator[Any]:

@@ -159,7 +159,8 @@ def _commit_buffers_and_writes(
 ) -> None:
     """Commit the running statistics of the gradients to the model, rank 0's on every rank."""
     written.settle(finite)
-    buffers.commit_buffers(state.model, {name: value for name, value in running.items() if name not in written}, finite)
+    statistics = {name: value for name, value in running.items() if name not in written}
+    buffers.commit_buffers(state.buffer_owners, statistics, finite)
     if running and (finite is None or not can_read_without_sync(finite.device) or bool(finite)):
         state.replicas.engine.broadcast_buffers(state.buffer_owners.slots, None)
 

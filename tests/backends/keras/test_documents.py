@@ -27,6 +27,9 @@ def test_the_blocks_run(model: Any, batches: Any, backend: str) -> None:
     if backend == "torch":
         for x in parts:
             names["torch_step"](model, optimizer, keras.ops.array(x), keras.ops.zeros((8, 3)))
+        before = keras.ops.convert_to_numpy(model.get_layer("out").bias.value).copy()
+        assert np.isfinite(float(names["train_on_torch"](model, [(parts[0], np.zeros((8, 3), "float32"))])))
+        assert (before != keras.ops.convert_to_numpy(model.get_layer("out").bias.value)).any()
     if backend == "jax":
         state = [
             [variable.value for variable in each]

@@ -28,6 +28,7 @@ from polyamp_torch.observe.torch_only.kernel_lists import kernel_rule
 from polyamp_torch.observe.torch_only.operation_counter import OperationCounter, PassCounter
 from polyamp_torch.precision.autocast import backward_region, root_region, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, resolve_policy, wrapped_module
+from polyamp_torch.precision.torch_only.keras_layers import is_keras_model
 from polyamp_torch.precision.torch_only.op_rules import forget_met, rule_changes, unmet_rules, unmet_text
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 
@@ -47,7 +48,8 @@ def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, com
         compiled: report the graphs that `torch.compile` makes of the call, instead of the operations that run eagerly.
 
     Raises:
-        UnsupportedError: several models; `strict`, and an operation without a rule; torch cannot compile the call.
+        UnsupportedError: several models, or a Keras model; `strict`, and an operation without a rule; torch cannot
+            compile the call.
     """
     counter, notes = count_operations(target, policy, inputs, OperationCounter, compiled=compiled)
     return counter.report(policy, strict=strict, notes=[NOTE] * compiled + notes)
@@ -71,8 +73,14 @@ def count_operations(
         The counter, and what its report does not cover, a sentence each.
 
     Raises:
-        UnsupportedError: several models; torch cannot compile the call.
+        UnsupportedError: several models, or a Keras model; torch cannot compile the call.
     """
+    if any(map(is_keras_model, (target, *inputs))):
+        raise UnsupportedError(
+            "explain: the op list of torch says nothing of Keras's layers, which choose their dtypes themselves. "
+            "Received: a Keras model on torch. polyamp_keras.apply_policy(model, policy).choices has the dtype of each "
+            "layer and its reason; or explain it with Keras on TensorFlow."
+        )
     if isinstance(target, PolicyModule):
         target = wrapped_module(target)
     inputs = tuple(wrapped_module(each) if isinstance(each, PolicyModule) else each for each in inputs)

@@ -254,12 +254,14 @@ def restore_buffers(saved: BufferSnapshot) -> BufferChanges:
 
 
 @torch.no_grad()
-def commit_buffers(module: nn.Module, running: BufferChanges, finite: torch.Tensor | None) -> None:
+def commit_buffers(owners: BufferOwners, running: BufferChanges, finite: torch.Tensor | None) -> None:
     """Apply the changes in `running` to the buffers if `finite` is true, or None."""
+    known = {each.place(name): (each, name) for each in owners for name in each.slots}
+    places = {each.path: each for each in owners}
     for path, value in running.items():
-        owner, _, name = path.rpartition(".")
-        part = module.get_submodule(owner)
-        slots = module_buffers(part)
+        around, _, added = path.rpartition(".")
+        owner, name = known[path] if path in known else (places[around], added)
+        slots = owner.slots
         old = slots.get(name)
         new: Any = value.value if isinstance(value, ResizedBuffer) else value
         if old is not None and _can_copy_in_place(old, new):
@@ -270,7 +272,7 @@ def commit_buffers(module: nn.Module, running: BufferChanges, finite: torch.Tens
             old.data = value.value.clone()
         elif isinstance(new, DeletedBuffer):
             slots.pop(name, None)
-            non_persistent_buffers(part).discard(name)
+            owner.unsaved.discard(name)
         else:
             slots[name] = new
 

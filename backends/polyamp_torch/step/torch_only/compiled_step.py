@@ -108,6 +108,7 @@ class CompiledStep:
         batches, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
         with DeferInterrupts() as interrupts, state.lock, shield():
             state.check_unchanged()
+            state.reader.check_compile()
             if state.replicas.engine.name is not None:
                 raise UnsupportedError(
                     f"train_step(compile=True) compiles the step of one process. Received: a model held by "

@@ -12,8 +12,6 @@ import torch
 
 from polyamp.recipe.scaler import LossScaleState
 from polyamp_torch.arrays import as_tensor, fill_tensor, to_numpy
-from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
-from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 from polyamp_torch.step.torch_only import optimizer_state
 from polyamp_torch.step.torch_only.random_state import restore_generator_states
 
@@ -23,16 +21,15 @@ def state_parameters(state: Any) -> dict[str, torch.Tensor]:
 
     Under `fully_shard` these are the sharded parameters, even while a module has gathered ones."""
     if state.replicas.engine.name is None or state.replicas.engine.name == "ddp":
-        path = path_function(state.model)
-        return {path(name): p for name, p in tree_parameters(state.model)}
+        return dict(state.reader.parameters())
     divided: dict[str, torch.Tensor] = {**state.parameters, **dict(state.frozen)}
     return divided
 
 
 def state_buffers(state: Any) -> dict[str, torch.Tensor]:
     """Return path -> buffer."""
-    path = path_function(state.model)
-    return {path(name): b for name, b in torch.nn.Module.named_buffers(state.model)}
+    found: dict[str, torch.Tensor] = state.reader.buffers()
+    return found
 
 
 def optimizer_names(state: Any) -> list[str]:
@@ -51,7 +48,7 @@ def drop_gathered_parameters(state: Any) -> None:
 
 
 def state_arrays_by_name(state: Any, take: Callable[[torch.Tensor], Any] = to_numpy) -> dict[str, Any]:
-    """Return every array by name, except the random states.
+    """Return every array by name, except the states of torch's generators.
 
     Args:
         state: a state whose lock the caller has acquired.
@@ -59,6 +56,7 @@ def state_arrays_by_name(state: Any, take: Callable[[torch.Tensor], Any] = to_nu
     """
     arrays = {f"model/{name}": take(p) for name, p in state_parameters(state).items()}
     arrays |= {f"running/{name}": take(b) for name, b in state_buffers(state).items()}
+    arrays |= {f"rng/{name}": take(stream) for name, stream in state.reader.random_streams().items()}
     if state.rates is not None:
         state.rates.multiples()
     exported = optimizer_state.export_optimizer(state.optimizer, optimizer_names(state), state.rates, take)
@@ -82,6 +80,8 @@ def write_state_arrays(state: Any, arrays: Mapping[str, Any]) -> None:
             fill_tensor(p, as_tensor(arrays[f"model/{name}"]))
         for name, b in state_buffers(state).items():
             fill_tensor(b, as_tensor(arrays[f"running/{name}"]))
+        for name, stream in state.reader.random_streams().items():
+            fill_tensor(stream, as_tensor(arrays[f"rng/{name}"]))
         averages = {} if state.averages is None else state.averages.named()
         for name, average in averages.items():
             fill_tensor(average, as_tensor(arrays[f"average/{name}"]))
