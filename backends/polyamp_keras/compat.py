@@ -6,6 +6,7 @@ syntax trees. The docstring of each name states the behaviour that polyamp relie
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -339,6 +340,21 @@ def global_seed_variable() -> Any:
 
     generator = global_state.get_global_attribute("global_seed_generator")
     return None if generator is None else generator.state
+
+
+@contextlib.contextmanager
+def float64_result_types() -> Iterator[None]:
+    """Context manager in which operations that combine dtypes keep float64. On torch and JAX Keras makes it float32,
+    by a table."""
+    from keras.src.backend.common import dtypes
+
+    table = dtypes.BIT64_TO_BIT32_DTYPE
+    before = dict(table)
+    try:
+        table["float64"] = "float64"
+        yield
+    finally:
+        table.update(before)
 
 
 def random_module() -> Any:

@@ -17,6 +17,7 @@ from polyamp.float_formats import FLOAT_DTYPES
 from polyamp_keras.arrays import dtype_name, is_floating, native_variable, variable_key
 from polyamp_keras.compat import (
     LOSS_ATTRIBUTES,
+    float64_result_types,
     global_seed_variable,
     replace_variable,
     set_layer_policy,
@@ -65,7 +66,10 @@ def train_in_place(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
         )
     kept = _ModelBackup(model, wide=wide)
     try:
-        with float64_variables(model) if wide else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if wide:
+                stack.enter_context(float64_variables(model))
+                stack.enter_context(float64_result_types())
             mode = TRAINING_MODE.set(not inference)
             try:
                 yield model
