@@ -132,7 +132,8 @@ def convert(
             canonical_file.write(canonical, goal)
         return PortReport([PortedLayer(path, path, layer.kind, "name") for path, layer in canonical.items()])
     side = make_model_side(_build_model(into), None, f"--into {into}")
-    if chosen != file_formats.CANONICAL and file_formats.file_converter(chosen, goal) is not side.converter:
+    converter: object = None if chosen == file_formats.CANONICAL else file_formats.file_converter(chosen, goal)
+    if converter is not None and converter is not side.converter:
         raise PortError(
             f"{goal} would be a file of {chosen}, and --into {into} makes a model of {side.inventory.framework}. "
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."

@@ -83,8 +83,8 @@ def run_pass(
     watched = loss_fn if isinstance(loss_fn, WatchedLoss) else None
     if watched is not None and any(state.setup.adapter.applies_policy for state in states):
         raise UnsupportedError(
-            "Monitor(activations=...) does not measure the outputs of Keras's layers on JAX. Leave out activations=: "
-            "gradients, parameters and the scale are monitored, per layer too."
+            "Monitor(activations=...) and Monitor(products=True) do not measure the calls of Keras's layers on JAX. "
+            "Leave them out: gradients, parameters and the scale are monitored, per layer too."
         )
     loss_fn = loss_fn if watched is None else watched.loss_fn
     tagged, engine_class = (

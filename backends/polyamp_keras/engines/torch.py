@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-import keras
 import numpy as np
 import torch
 
@@ -132,8 +131,10 @@ def to_dense(gradient: Any, like: Any) -> Any:
 
 def host_values(variable: Any) -> HostArray:
     """Return a copy of the values of a variable or tensor on the host."""
-    values: HostArray = keras.ops.convert_to_numpy(native_variable(variable))
-    return values
+    value = native_variable(variable).detach().cpu()
+    narrow = value.dtype == torch.bfloat16  # which NumPy has not
+    values: HostArray = np.array((value.float() if narrow else value).numpy())
+    return values.astype("bfloat16") if narrow else values
 
 
 def from_host(values: HostArray) -> Any:

@@ -187,7 +187,7 @@ def _side_of_state(state: Any, known: Inventory | None) -> TrainingSide:
 def _side_of_native_training(given: Training, known: Inventory | None) -> TrainingSide:
     own = converter_of_choice(given.model)
     if isinstance(own, HasNativeTraining):
-        converter: Converter = own
+        converter = cast("Converter", own)
         states: StateConverter | None = None
         framework, native = "keras", own.native(given.model, given.optimizer, given.scaler)
     else:

@@ -158,7 +158,7 @@ class KerasAdapter(ModelAdapter):
         try:
             copied = copy_model(model)
             parts = split_model(copied)
-            if parts.adapter.names != self.names:
+            if not isinstance(parts.adapter, KerasAdapter) or parts.adapter.names != self.names:
                 raise ValueError("the copy has other variables")
         except Exception as error:
             raise UnsupportedError(

@@ -259,8 +259,8 @@ def _last_axes(array: Any, count: int) -> tuple[int, ...]:
 def _multiply_codes(left: Codes, right: Codes, axes: tuple[Any, Any], dtype: Any, scaling: str) -> Any:
     """Return the product of two arrays of 8-bit numbers over these axes, accumulated in float32, rounded once."""
     if scaling == "block32":
-        operands = [_half(codes, axis) for codes, (axis,) in zip((left, right), axes, strict=True)]
-        total = jax.lax.dot_general(*operands, (axes, ((), ())), preferred_element_type=jnp.float32)
+        a, b = (_half(codes, axis) for codes, (axis,) in zip((left, right), axes, strict=True))
+        total = jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
         return (4.0 * total).astype(dtype)
     total = jax.lax.dot_general(left.numbers, right.numbers, (axes, ((), ())), preferred_element_type=jnp.float32)
     if scaling == "row":

@@ -36,7 +36,7 @@ class ParameterShards:
         self._group = RankAgreement(None).group(self._parameters) if self._sharded else None
         self._parts: dict[str, float] = {}
         if self._group is not None:
-            from polyamp_torch.distributed.sharded_tensors import replication_factor
+            from polyamp_torch.distributed.torch_only.sharded_tensors import replication_factor
 
             self._parts = {name: 1.0 / replication_factor(p, self._group) for name, p in parameters.items()}
 
@@ -54,7 +54,7 @@ class ParameterShards:
         """Return this process's part of each tensor."""
         if not self._sharded:
             return tensors
-        from polyamp_torch.distributed.sharded_tensors import local_tensors
+        from polyamp_torch.distributed.torch_only.sharded_tensors import local_tensors
 
         return local_tensors(tensors)
 

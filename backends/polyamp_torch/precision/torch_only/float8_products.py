@@ -61,7 +61,7 @@ class Product(NamedTuple):
     w: torch.Tensor
     bias: torch.Tensor | None
     swapped: bool = False
-    parameter: nn.Parameter | None = None
+    parameter: torch.Tensor | None = None
 
 
 class Codes(NamedTuple):

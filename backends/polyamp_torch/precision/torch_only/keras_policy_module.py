@@ -41,6 +41,9 @@ class KerasPolicyModule(BoundKerasModel):
         in_step: whether calls are in training mode by default, as in `loss_fn`.
     """
 
+    _in_step: bool
+    _template: PolicyTemplate
+
     def __init__(
         self,
         model: Any,

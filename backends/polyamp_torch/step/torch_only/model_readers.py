@@ -36,7 +36,7 @@ from polyamp_torch.precision.torch_only.unwrapped_paths import (
     short_paths,
     unwrapped_paths,
 )
-from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only.buffers import BufferOwners, find_buffer_owners
 
 Parameters = dict[str, nn.Parameter]
 """Path, `/`-separated -> parameter."""
@@ -101,9 +101,9 @@ class ModuleReader:
         """Return the running state by path."""
         return {self._path(name): b for name, b in _tree_buffers(self.model)}
 
-    def buffer_owners(self) -> buffers.BufferOwners:
+    def buffer_owners(self) -> BufferOwners:
         """Return the places of the running state."""
-        return buffers.find_buffer_owners(self.model)
+        return find_buffer_owners(self.model)
 
     def random_streams(self) -> dict[str, torch.Tensor]:
         """Return the random streams that the model itself has, by path; torch's generators are not among them."""
