@@ -46,8 +46,8 @@ class Library(NamedTuple):
             if error.name != name:
                 raise
             raise UnsupportedError(
-                f"{folder.partition('.')[0]}: polyamp does not do this for models of {self.name} on JAX. Use a model "
-                "of flax, equinox or haiku."
+                f"polyamp.compare, explain and find_nonfinite take no models of {self.name} on JAX: its layers cast, "
+                "and no interpreter sees them. Use a model of flax, equinox or haiku, or Keras on TensorFlow."
             ) from error
 
     def has_class_of(self, value: Any) -> bool:
