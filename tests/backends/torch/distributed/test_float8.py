@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 
 import polyamp
+from polyamp.monitor.records import PRODUCT_OPERANDS
 from tests import ranks
 from tests.backends.torch.distributed.training import (
     ENGINES,
@@ -51,6 +55,38 @@ def products(rank: int, world: int) -> dict[str, tuple[float, float, str, bool]]
         apart = distance(states[0], list(alone.parameters.values()))
         found[engine] = (apart, distance(*states), checksum, messages[0] == messages[1])
     return found
+
+
+def figures(rank: int, world: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    """The figures of products and the parameters after a step under each engine, and those of as many micro-batches in
+    one process."""
+    torch.manual_seed(2)
+    batch = (torch.randn(8, 16), torch.randn(8, 16), torch.ones(8, 1))
+    found = {}
+    for name in ("alone", "ddp", "fsdp2"):
+        monitor = polyamp.Monitor(every=1, gradients=False, updates=False, products=True)
+        made = recipe(FLOAT8, accumulate_steps=world if name == "alone" else 1).replace(clip_norm=None)
+        state = polyamp.init(layers() if name == "alone" else ENGINES[name](layers(), world), made)
+        given = [part(batch, each, world) for each in range(world)] if name == "alone" else part(batch, rank, world)
+        polyamp.train_step(mean_loss, made, monitor=monitor)(state, given)
+        records = [(each.module, each.products) for each in monitor.records[0].modules]
+        found[name] = records, [whole(p).detach().numpy().copy() for p in state.parameters.values()]
+    return found
+
+
+def test_s36_ranks_have_the_bits_and_the_figures_of_micro_batches() -> None:
+    for found in ranks.run(figures, 2, 2):
+        alone, parameters = found["alone"]
+        for engine in ("ddp", "fsdp2"):
+            records, own_parameters = found[engine]
+            assert len(records) == 2
+            assert all(map(np.array_equal, own_parameters, parameters)), engine
+            for (path, one), (expected, other) in zip(records, alone, strict=True):
+                assert path == expected
+                for name in PRODUCT_OPERANDS:
+                    own, wanted = getattr(one, name), getattr(other, name)
+                    assert (own.elements, own.underflow) == (wanted.elements, wanted.underflow), (engine, path, name)
+                    assert abs(own.sqnr - wanted.sqnr) < 1e-3, (engine, path, name)
 
 
 def test_s36_ranks_train_as_micro_batches_do_and_send_nothing_more() -> None:
