@@ -252,9 +252,10 @@ def check_fit(jit_compile: Any) -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise UnsupportedError(
-            "polyamp does not train Keras models on torch in several processes: each would decide on its own whether "
-            f"to skip. Received: torch.distributed with {distributed.get_world_size()} processes. Use Keras on "
-            "TensorFlow under tf.distribute, or a torch model with polyamp.train_step."
+            "fit on torch reduces no gradients between processes in Keras, so that each would train a model of its own. "
+            f"Received: torch.distributed with {distributed.get_world_size()} processes. Write a loop around "
+            "DistributedDataParallel(model) with polyamp_keras.LossScaleOptimizer, or use Keras on TensorFlow under "
+            "tf.distribute."
         )
     if jit_compile is True:
         raise UnsupportedError(

@@ -16,6 +16,7 @@ collect_ignore = [  # what is about one Keras backend alone
     for file, backends in (
         ("test_torch_step.py", ("torch",)),
         ("test_torch_waits.py", ("torch",)),
+        ("test_torch_processes.py", ("torch",)),
         ("test_torch_compare.py", ("torch",)),
         ("test_torch_port.py", ("torch",)),
         ("test_jax_loop.py", ("jax",)),
