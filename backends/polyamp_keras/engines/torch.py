@@ -252,7 +252,7 @@ def check_fit(jit_compile: Any) -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise UnsupportedError(
-            "fit on torch reduces no gradients between processes in Keras, so that each would train a model of its own. "
+            "fit on torch reduces no gradients between processes in Keras, so that each would train its own model. "
             f"Received: torch.distributed with {distributed.get_world_size()} processes. Write a loop around "
             "DistributedDataParallel(model) with polyamp_keras.LossScaleOptimizer, or use Keras on TensorFlow under "
             "tf.distribute."
