@@ -55,7 +55,7 @@ class Framework:
 def test_a_function_with_two_frameworks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Framework("one"), Framework("two")
     both = {"one": SimpleNamespace(value="a:BACKEND"), "two": SimpleNamespace(value="b:BACKEND")}
-    monkeypatch.setattr(lookup, "entries", lambda: both)
+    monkeypatch.setattr(lookup, "entries", lambda: lookup.BackendEntries(both, {}))
 
     def mixed(x: Any, there: Any = other.array) -> Any:
         return one.module, x, there

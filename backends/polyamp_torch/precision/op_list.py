@@ -58,7 +58,7 @@ OpRule = Literal[
 - "widen": cast its 16-bit floating tensors to float32, then call it;
 - "isolate": the same with autocast off inside, because it also computes matrix products;
 - "statistics": cast like "widen", unless another argument is float32: then the kernel computes in float32 itself;
-- "lstm": like "isolate", in float16 on the CPU only, where torch has no such LSTM and raises;
+- "lstm": like "isolate", on the CPU only, in dtypes of which torch has no LSTM there and raises;
 - "matmul": one of `products.PLAIN_MATMULS`: most calls are matrix products and run unchanged, the rest are "product";
 - "product": like "isolate" where the call's shapes make it a sum; where they make it a multiplication, only turn
   autocast off;

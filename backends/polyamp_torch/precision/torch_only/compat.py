@@ -39,6 +39,10 @@ AutocastOff: Final[Any] = torch._C._DisableAutocast
 """Context manager in which autocast is off on every device type, and so are the kernels."""
 running_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
 """Number of the backward pass that runs in this thread, or -1."""
+NO_CPU_LSTM: Final = (
+    (torch.float16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float16, torch.bfloat16)
+)
+"""16-bit dtypes of which torch has no LSTM on this CPU: of bfloat16 only where oneDNN has none for the processor."""
 saved_tensor_hooks: Final[Callable[[bool], Any]] = top_saved_tensor_hooks or (lambda _: None)
 """`(True)` -> the current hooks of saved tensors, or None; torch 2.13 has them."""
 ENGINE_CODE: Final = _engine_run_backward.__code__

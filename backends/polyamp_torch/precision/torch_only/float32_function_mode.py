@@ -26,6 +26,7 @@ from polyamp_torch.precision.op_list import (
     find_rule,
 )
 from polyamp_torch.precision.torch_only import activation_checkpointing
+from polyamp_torch.precision.torch_only.compat import NO_CPU_LSTM
 from polyamp_torch.precision.torch_only.float32_gathers import gather_in_float32, gather_source
 from polyamp_torch.precision.torch_only.product_classification import classify_product, is_matrix_product
 
@@ -96,7 +97,7 @@ class IslandsMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             self._carry_into_checkpoint()
             return gather_in_float32(func, args, kwargs, narrow)
-        if rule == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
+        if rule == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") not in NO_CPU_LSTM):
             return func(*args, **kwargs)
         if rule == "statistics" and _has_float32(args, kwargs):
             return func(*args, **kwargs)

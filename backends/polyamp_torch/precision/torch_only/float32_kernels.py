@@ -31,6 +31,7 @@ from polyamp_torch.precision.torch_only.compat import (
     ENGINE_CODE,
     FUSED_ATTENTION,
     FUSED_ENCODER_LAYER,
+    NO_CPU_LSTM,
     OPERATION_NAMES,
     SPARSE_PREFIX,
     AutocastOff,
@@ -236,11 +237,11 @@ def _statistics(call: Kernel) -> Kernel:
 
 
 def _lstm(call: Kernel) -> Kernel:
-    """Kernel that isolates an LSTM in float16 on the CPU, where torch has none and raises."""
+    """Kernel that isolates an LSTM on the CPU in a dtype of which torch has none there and raises."""
     isolate = _isolate(call)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if args[0].device.type == "cpu" and torch.get_autocast_dtype("cpu") == torch.float16:
+        if args[0].device.type == "cpu" and torch.get_autocast_dtype("cpu") in NO_CPU_LSTM:
             return isolate(*args, **kwargs)
         return _hidden(call, args, kwargs)
 

@@ -44,8 +44,8 @@ def test_s36_rounding_to_8_bits_is_no_difference() -> None:
 def test_s36_a_wrong_scale_of_activations_is_one_in_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize = float8_products.quantize
 
-    def wrong(x: torch.Tensor, form: str) -> Any:
-        codes = quantize(x, form)
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        codes = quantize(x, *args, **kwargs)
         return codes._replace(exponent=codes.exponent + 1) if x.shape == (16, 32) else codes
 
     monkeypatch.setattr(float8_products, "quantize", wrong)

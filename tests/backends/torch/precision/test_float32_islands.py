@@ -21,6 +21,7 @@ from polyamp_torch.precision.op_list import (
     TORCH_OP_FAMILIES,
     family_functions,
 )
+from polyamp_torch.precision.torch_only.compat import NO_CPU_LSTM
 from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode
 from polyamp_torch.precision.torch_only.float32_gathers import GATHER_FUNCTIONS
 from polyamp_torch.precision.torch_only.product_classification import PRODUCT_CLASSIFIERS
@@ -215,7 +216,8 @@ def test_s04_what_the_islands_leave_alone() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str)
 def test_s04_trap_no_lstm_in_float16_on_the_cpu(options: dict[str, Any]) -> None:
-    """torch casts to float16 what no kernel takes; polyamp runs it in float32, and in bfloat16 as torch does."""
+    """torch casts to float16 what no kernel takes; polyamp runs it in float32, and in bfloat16 as torch does where that
+    has a kernel for the processor."""
     torch.manual_seed(0)
     lstm, x = torch.nn.LSTM(6, 4, **options), torch.randn(3, 2, 6)
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="primitive"):
@@ -229,11 +231,22 @@ def test_s04_trap_no_lstm_in_float16_on_the_cpu(options: dict[str, Any]) -> None
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     got[0].sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in lstm.parameters())
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False, enabled=torch.bfloat16 not in NO_CPU_LSTM):
         want = lstm(x)
     with autocast(BFLOAT16, "cpu"):
         got = lstm(x)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_torch_has_no_lstm_in_these_dtypes_on_this_cpu() -> None:
+    lstm, x, raises = torch.nn.LSTM(6, 4), torch.randn(3, 2, 6), []
+    for dtype in (torch.float16, torch.bfloat16):
+        try:
+            with torch.autocast("cpu", dtype):
+                lstm(x)
+        except RuntimeError:
+            raises.append(dtype)
+    assert tuple(raises) == NO_CPU_LSTM
 
 
 @pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward", "autograd.grad"])

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 import polyamp
+from polyamp_torch.precision.torch_only.compat import NO_CPU_LSTM
 
 INF = float("inf")
 SCALER = polyamp.LossScaler.static(16.0, on_stuck="ignore")
@@ -142,7 +143,9 @@ def test_float32_gives_the_bits_of_torchs_own_loop(name: str) -> None:
     assert_same(trained(made(name), "float32", [1.0] * 3).model, plain)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(  # torch has no bfloat16 LSTM on some processors: test_float32_islands says on which
+    "name", [name for name in MODULES if name != "lstm" or torch.bfloat16 not in NO_CPU_LSTM]
+)
 def test_torchs_own_op_list_gives_the_bits_of_torchs_own_region(name: str) -> None:
     plain = by_hand(made(name), lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), 3)
     policy = polyamp.Policy("mixed_bfloat16", op_list="native")
