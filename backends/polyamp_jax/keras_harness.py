@@ -8,7 +8,7 @@ from typing import Any
 from polyamp.errors import UnsupportedError
 from polyamp_jax.arrays import to_numpy
 from polyamp_jax.harness import JaxHarness
-from polyamp_keras.backend_choice import check_keras_backend
+from polyamp_keras.backend_choice import backend_name
 from polyamp_keras.harness import KerasHarness
 
 
@@ -23,10 +23,10 @@ class KerasJaxHarness(KerasHarness, JaxHarness):
     float64 = JaxHarness.float64
 
     def __init__(self) -> None:
-        if check_keras_backend() != "jax":
+        if backend_name() != "jax":
             raise UnsupportedError(
                 "models of Keras on JAX need Keras to run on JAX. Received: Keras on its "
-                f"{check_keras_backend()!r} backend. Set KERAS_BACKEND=jax before Keras is imported."
+                f"{backend_name()!r} backend. Set KERAS_BACKEND=jax before Keras is imported."
             )
         super().__init__()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
-from polyamp_keras.backend_choice import check_keras_backend
+from polyamp_keras.backend_choice import backend_name
 
 __all__ = [
     "AppliedPolicy",
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 
 
 # Keras finds the classes of a file once they are registered, which importing their modules does.
-if check_keras_backend() != "tensorflow":
+if backend_name() != "tensorflow":
     import_module(f"{__name__}.own_loop.fit")
 elif "polyamp_tensorflow" not in sys.modules:
     import_module("polyamp_tensorflow")

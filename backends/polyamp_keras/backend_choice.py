@@ -14,16 +14,7 @@ _BACKENDS: Final = ("tensorflow", "torch", "jax")
 
 
 def backend_name() -> str:
-    """Return the name of the polyamp backend for Keras objects in this process.
-
-    Raises:
-        UnsupportedError: Keras runs on something that polyamp does not support.
-    """
-    return check_keras_backend()
-
-
-def check_keras_backend() -> str:
-    """Return the name of the Keras backend.
+    """Return the name of the backend that Keras runs on, which is that of polyamp for it.
 
     Raises:
         UnsupportedError: polyamp does not support it.

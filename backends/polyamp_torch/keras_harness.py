@@ -14,7 +14,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.backend_choice import check_keras_backend
+from polyamp_keras.backend_choice import backend_name
 from polyamp_keras.harness import Array, ComplexKernel, KerasHarness
 from polyamp_torch.arrays import to_numpy
 from polyamp_torch.harness import TorchHarness
@@ -30,10 +30,10 @@ class KerasTorchHarness(KerasHarness):
     to_numpy = staticmethod(to_numpy)
 
     def __init__(self) -> None:
-        if check_keras_backend() != "torch":
+        if backend_name() != "torch":
             raise UnsupportedError(
                 "models of Keras on torch need Keras to run on torch. Received: Keras on its "
-                f"{check_keras_backend()!r} backend. Set KERAS_BACKEND=torch before Keras is imported."
+                f"{backend_name()!r} backend. Set KERAS_BACKEND=torch before Keras is imported."
             )
         self._torch = TorchHarness()
 

@@ -152,6 +152,3 @@ def test_what_is_not_supported_is_refused_by_name(model: Any, backend: str) -> N
     if backend == "torch":
         with pytest.raises(UnsupportedError, match="jit_compile=True"):
             polyamp_keras.compile(model, RECIPE, loss="mse", jit_compile=True)
-        message = rf"Received: Keras on its '{backend}' backend\. There use fit .* polyamp_keras\.compile"
-        with pytest.raises(UnsupportedError, match=message):
-            polyamp.init(model, RECIPE)

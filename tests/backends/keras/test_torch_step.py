@@ -231,6 +231,7 @@ def narrow(model: Any, batch: Any) -> Any:
 
 
 HALF, COMPILED = polyamp.value_and_grad(narrow), polyamp.train_step(loss_fn, RECIPE, compile=True)
+WIDE = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype="float64")])
 KERAS = RECIPE.replace(optimizer=keras.optimizers.Adam())
 REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
     (LossError, "a loss in float16", lambda model: HALF(polyamp.init(model, RECIPE), rows(0))),
@@ -238,7 +239,11 @@ REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
     (UnsupportedError, "does not trace the layers", lambda model: COMPILED(polyamp.init(model, RECIPE), rows(0))),
     (StateError, "cannot be pickled or copied", lambda model: copy.deepcopy(polyamp.init(model, RECIPE))),
     (ModelError, "takes a built model", lambda model: polyamp.init(keras.layers.Dense(2), RECIPE)),
-    (UnsupportedError, "with 64-bit numbers in 32 bits", lambda model: polyamp.init(model, polyamp.Recipe("float64"))),
+    (
+        UnsupportedError,
+        "with 64-bit numbers in 32 bits",
+        lambda model: polyamp.init(WIDE, polyamp.Recipe(policy="float64")),
+    ),
     (UnsupportedError, "the op list of torch", lambda model: polyamp.explain(model, RECIPE.policy, rows(0)[0])),
 ]
 
