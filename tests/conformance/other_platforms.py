@@ -34,7 +34,7 @@ def check_program(step: Any, state: Any, batch: Any) -> None:
     if not policy.op_rules:
         allowed = {DTYPES[name] for name in (policy.compute, *policy.overrides.values())}
         if policy.float8 is not None:
-            allowed |= FLOAT8
+            allowed |= {"f32"} if policy.float8.scaling == "block32" else FLOAT8  # by blocks the scales come before it
         assert set(PRODUCT.findall(text)) <= allowed, "products in other dtypes than the policy's"
     before, after = ([leaf.dtype for leaf in jax.tree.leaves(each)] for each in (state, traced.out_info[0]))
     assert before == after, "the state's dtypes before and after the step"
