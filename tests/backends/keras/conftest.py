@@ -23,6 +23,7 @@ collect_ignore = [  # what is about one Keras backend alone
         ("test_jax_port.py", ("jax",)),
         ("test_jax_step.py", ("jax",)),
         ("test_foreign_layers.py", ("torch", "jax")),
+        ("test_early_stopping.py", ("torch", "jax")),
     )
     if keras.config.backend() not in backends
 ]

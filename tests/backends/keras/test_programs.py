@@ -14,8 +14,6 @@ import keras
 import numpy as np
 import pytest
 
-import polyamp_keras
-
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NEXT = {"tensorflow": "torch", "torch": "jax", "jax": "tensorflow"}
 """The Keras backend on which a training goes on. The suites of all backends are the whole circle."""
@@ -101,26 +99,6 @@ def test_callbacks_save_stop_and_resume(tmp_path: Path) -> None:
     whole, again, best = example("resume_fit.py")["main"](tmp_path)
     assert all(map(np.array_equal, whole, again))
     assert all(np.isfinite(array).all() for array in (*whole, *best))
-
-
-def test_early_stopping_brings_back_the_best_weights(model: Any, batches: Any) -> None:
-    """The epochs after the first skip everything, so that the first stays the best."""
-    x, y = batches
-    program = example("resume_fit.py")
-    polyamp_keras.compile(model, program["RECIPE"], loss="mse")
-
-    class Break(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            x[:] = x if epoch == 0 else np.inf
-
-    good = (x[16:].copy(), y[16:])
-    stops = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True, min_delta=1e-6)
-    history = model.fit(
-        x, y, batch_size=8, epochs=6, shuffle=False, verbose=0, validation_data=good, callbacks=[Break(), stops]
-    )
-    assert len(history.history["loss"]) == 3
-    assert len(set(history.history["val_loss"])) == 1
-    assert int(model.optimizer.iterations) == 3
 
 
 def test_a_training_goes_on_with_another_backend(backend: str, tmp_path: Path) -> None:
