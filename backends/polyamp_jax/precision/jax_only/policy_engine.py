@@ -243,8 +243,9 @@ class PolicyEngine:
         if not inside:
             return self.plan
         policy = inside[-1]
-        if policy not in self._plans and self.adapter.applies_policy:
-            self.resolve_policy(Policy(self.plan.param) if policy is None else policy)
+        if policy not in self._plans:
+            if self.adapter.applies_policy:  # raises if the layers cannot follow it
+                self.resolve_policy(Policy(self.plan.param) if policy is None else policy)
             self._plans[policy] = region_plan(policy, self.plan, self._paths())
         return self._plans[policy]
 
