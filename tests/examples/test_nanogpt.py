@@ -74,7 +74,8 @@ def test_s13_the_recipe_trains_as_nanogpts_own_loop(framework: str, example: Any
     groups = recipe.optimizer.groups[:1]
     recipe = recipe.replace(policy="float32", optimizer=recipe.optimizer.replace(groups=groups))
     _, losses = example.train(framework, recipe, len(BY_HAND))
-    assert apart(losses, BY_HAND) < 5e-5  # that of two frameworks (S21): BY_HAND is torch's, on another processor
+    limit = 5e-5 if framework == "tensorflow" else 2.5e-5  # 4.3e-5 with AVX2 alone: S21's for two frameworks
+    assert apart(losses, BY_HAND) < limit
     if framework == "torch":
         assert apart(by_hand(example, len(BY_HAND)), BY_HAND) < 2.5e-5  # processors add up in other orders
 

@@ -38,7 +38,7 @@ def measure_small(probe: CapabilityProbe, device: ProbeDevice) -> Capabilities:
             assert times.forward_speed is not None
             assert times.training_speed is not None
     errors = {name: dtype.accumulation_error for name, dtype in found.dtypes.items()}
-    assert 4e-8 < errors["float32"] < 2e-6  # it depends on the processor: 3e-7 to 8e-7 were seen
+    assert 4e-8 < errors["float32"] < 1e-6  # it depends on the processor: 3e-7 to 8e-7 were seen
     assert errors["tf32"] == errors["float32"]  # no CPU has it
     assert errors["float16"] == pytest.approx(2.04e-4, rel=0.1)
     assert found.dtypes["tf32"].verdict == "float32 in disguise"

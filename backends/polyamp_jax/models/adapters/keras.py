@@ -78,7 +78,7 @@ class KerasAdapter(ModelAdapter):
     applies_policy: ClassVar[bool] = True
 
     def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
-        raise NotImplementedError  # `KerasPolicyModule` calls the layers
+        raise NotImplementedError  # never asked: `bind` returns a `KerasPolicyModule`, which calls the layers itself
 
     def start(self, params: Any, masters: Any, running: RunningState, model: Any = None) -> ModelPass:
         return KerasPass(self, params, masters, running)

@@ -93,11 +93,11 @@ class _TagMeasurement:
 
     def see(self, path: str, value: Any, found: Found) -> None:
         """Add the figures of a tagged value to `found`."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of figures defines it
 
     def selects(self, path: str) -> bool:
         """Return whether a module is measured."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of figures defines it
 
     def run(self, jaxpr: compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], found: Found) -> list[Any]:
         """Run a program and return its outputs; add the figures of the tags in it to `found`."""
