@@ -17,6 +17,7 @@ import torch
 from torch import _ops
 from torch.autograd.graph import _engine_run_backward
 
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import skip_compilation, top_saved_tensor_hooks
 
 Kernel = Callable[..., Any]
@@ -39,8 +40,8 @@ AutocastOff: Final[Any] = torch._C._DisableAutocast
 """Context manager in which autocast is off on every device type, and so are the kernels."""
 running_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
 """Number of the backward pass that runs in this thread, or -1."""
-NO_CPU_LSTM: Final = (
-    (torch.float16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float16, torch.bfloat16)
+NO_CPU_LSTM: Final = frozenset(HALF_TENSOR_DTYPES) - (
+    {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
 )
 """16-bit dtypes of which torch has no LSTM on this CPU: of bfloat16 only where oneDNN has none for the processor."""
 saved_tensor_hooks: Final[Callable[[bool], Any]] = top_saved_tensor_hooks or (lambda _: None)
