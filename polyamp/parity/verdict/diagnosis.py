@@ -27,7 +27,7 @@ from polyamp.parity.verdict.causes.element_profile import attention_evidence, di
 from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
 from polyamp.parity.verdict.causes.gradient_causes import backward_evidence, missing_gradient
 from polyamp.parity.verdict.causes.initial_weights import explain_initial_weight, find_order, is_permutation
-from polyamp.parity.verdict.causes.known_values import known_arrays, known_columns
+from polyamp.parity.verdict.causes.known_arrays import known_arrays, known_columns
 from polyamp.parity.verdict.causes.loss_causes import explain_loss
 from polyamp.parity.verdict.causes.normalizations import has_batch_statistics
 from polyamp.parity.verdict.causes.operation_causes import (

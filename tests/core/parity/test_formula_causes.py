@@ -13,7 +13,7 @@ from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.common_factors import explain_zeros
 from polyamp.parity.verdict.causes.formula_causes import explain_columns, explain_formula
-from polyamp.parity.verdict.causes.known_values import KnownArray
+from polyamp.parity.verdict.causes.known_arrays import KnownArray
 from polyamp.parity.verdict.causes.operation_causes import (
     call_differences,
     narrow_operations,

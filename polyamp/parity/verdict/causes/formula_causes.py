@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp.parity.trace.sketch import sample_indices
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.causes.known_values import KnownArray
+from polyamp.parity.verdict.causes.known_arrays import KnownArray
 from polyamp.parity.verdict.causes.normalizations import Parameters, epsilon_texts, find_normalization
 from polyamp.parity.verdict.causes.update_rule import fit
 from polyamp.porting.layouts.activations import ACTIVATION_NAMES, apply_activation

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp.parity.trace.sketch import sample_indices
-from polyamp.parity.verdict.causes.known_values import KnownArray
+from polyamp.parity.verdict.causes.known_arrays import KnownArray
 
 if TYPE_CHECKING:
     import numpy as np
