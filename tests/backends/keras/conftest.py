@@ -19,9 +19,11 @@ collect_ignore = [  # what is about one Keras backend alone
         ("test_torch_processes.py", ("torch",)),
         ("test_torch_compare.py", ("torch",)),
         ("test_torch_port.py", ("torch",)),
+        ("test_backend_curves.py", ("torch",)),
         ("test_jax_loop.py", ("jax",)),
         ("test_jax_port.py", ("jax",)),
         ("test_jax_step.py", ("jax",)),
+        ("test_files_of_torch.py", ("jax", "tensorflow")),
         ("test_foreign_layers.py", ("torch", "jax")),
         ("test_early_stopping.py", ("torch", "jax")),
     )
