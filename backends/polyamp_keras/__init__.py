@@ -8,7 +8,8 @@ JAX, TensorFlow is not imported.
 - `apply_policy` applies a policy to a built model, permanently or for a block;
 - `dtype_policy` is a policy as Keras's own;
 - `LossScaleOptimizer` wraps any Keras optimizer, and `SpecOptimizer` is one with PyTorch's formulas;
-- `LossScaleLogger` adds the loss scale to the logs of `fit`.
+- `LossScaleLogger` adds the loss scale to the logs of `fit`;
+- `MonitorCallback` gives the steps of `fit` to a `polyamp.Monitor`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
     "AppliedPolicy",
     "LossScaleLogger",
     "LossScaleOptimizer",
+    "MonitorCallback",
     "SpecOptimizer",
     "apply_policy",
     "compile",
@@ -34,6 +36,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from polyamp_keras.own_loop.fit import compile, guard  # noqa: A004  # Keras's word for it
+    from polyamp_keras.own_loop.fit_monitor import MonitorCallback
     from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger
     from polyamp_keras.own_loop.native_scaler import KerasLossScaleOptimizer as LossScaleOptimizer
     from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
@@ -43,6 +46,7 @@ _HOMES: Final = {
     "AppliedPolicy": "precision.apply_policy",
     "LossScaleLogger": "own_loop.loss_scale_logger",
     "LossScaleOptimizer": "own_loop.native_scaler",
+    "MonitorCallback": "own_loop.fit_monitor",
     "SpecOptimizer": "own_loop.spec_optimizer",
     "apply_policy": "precision.apply_policy",
     "compile": "own_loop.fit",

@@ -29,6 +29,8 @@ class KerasEngine(Protocol):
     """Regular expression of the line of such an error that names the dtypes."""
     ONE_DTYPE_CODE: str
     """Code that makes two operands of one dtype, for the error message."""
+    LOSS_REACHES_APPLY: bool
+    """Whether a value that is known where the loss is computed, such as its divisor, can reach `apply`."""
 
     def is_float32_constant(self, value: Any, /) -> bool:
         """Return whether a value is a float32 tensor or variable of the framework that has numbers, so no symbol."""
@@ -88,12 +90,19 @@ class KerasEngine(Protocol):
     def write_fit_state(self, model: Any, /) -> None:
         """Write the values of the last step of `fit` to the model's variables, if they are kept elsewhere."""
 
+    def store_fit_state(self, model: Any, result: Any, /) -> None:
+        """Write what a train function returned to the model's variables, if they are kept elsewhere."""
+
+    def run_with_variables(self, function: Callable[..., Any], variables: Sequence[Any], arguments: Any, /) -> Any:
+        """Return the result of a train function of `fit` whose step reads and writes further variables."""
+
+    def monitored_train_step(self, model: Any, step: Any, figures: Any, /) -> Callable[..., Any]:
+        """Return a `train_step` whose losses reach these `FitFigures`, where they do not in `scale_loss`."""
+
 
 class StepEngine(KerasEngine, Protocol):
     """What a step and `fit` need beyond that. TensorFlow's are in `polyamp_tensorflow`, and its engine has none."""
 
-    COUNTS_LOSS_DIVISORS: bool
-    """Whether the divisor of a loss, which is known in `compute_loss`, can reach `apply`."""
     KEEPS_FIT_STATE: bool
     """Whether `fit` keeps the values of the variables in a state of its own while it runs."""
 
@@ -121,8 +130,8 @@ class StepEngine(KerasEngine, Protocol):
     def guarded_train_step(self, model: Any, step: Any, scaled: type[Any], count: Any, /) -> Callable[..., Any]:
         """Return a `train_step` that restores running statistics after a skipped update."""
 
-    def store_fit_state(self, model: Any, result: Any, /) -> None:
-        """Write what a train function returned to the model's variables, if `KEEPS_FIT_STATE`."""
+    def value_counts(self, values: Any, length: int, /) -> Any:
+        """Return how many elements of an integer vector are 0, 1, ..., length - 1, without a wait for the device."""
 
 
 ENGINE: Final = cast("StepEngine", importlib.import_module(f"polyamp_keras.engines.{keras.config.backend()}"))

@@ -22,13 +22,13 @@ from polyamp.backend_lookup import check_framework
 
 check_framework(__name__, "tensorflow", "tensorflow", "keras")
 
+from polyamp_keras.own_loop.fit_monitor import MonitorCallback
 from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger  # Keras's word for it
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 from polyamp_keras.precision.apply_policy import AppliedPolicy, apply_policy, dtype_policy
 from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.tensorflow_only.fit import compile, guard  # noqa: A004  # Keras's word for it
-from polyamp_tensorflow.own_loop.tensorflow_only.fit_monitor import MonitorCallback
 from polyamp_tensorflow.step.state import TensorFlowState
 
 __all__ = [

@@ -33,7 +33,7 @@ class Monitor:
     """Reads loss scale, skips, raw loss and unscaled gradient norm every n steps, and statistics of each module.
 
     Give it to `polyamp.train_step(loss_fn, recipe, monitor=monitor)`, or to another loop: to Keras's `fit` by
-    `polyamp_tensorflow.MonitorCallback`, to `polyamp_torch.GradScaler.watch`, or as `monitor=` to the adapters of
+    `polyamp_keras.MonitorCallback`, to `polyamp_torch.GradScaler.watch`, or as `monitor=` to the adapters of
     Lightning, Fabric and Accelerate. The statistics are computed on the device, in the
     steps that are read and in no others. They are read while the next step runs.
 

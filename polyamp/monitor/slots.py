@@ -219,6 +219,26 @@ def collect_slots(
     )
 
 
+def add_update_norms(
+    slots: MonitorSlots,
+    selection: MonitorSelection,
+    functions: SlotFunctions,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+) -> MonitorSlots:
+    """Return slots that were collected before an update with the norms of the weights and of the update.
+
+    Args:
+        slots: those of `collect_slots` with a selection without updates.
+        selection: what is collected, with updates.
+        functions: the framework's.
+        before, after: path -> parameter around the update.
+    """
+    only = selection._replace(gradients=False, weights=False)
+    rest = collect_slots(only, functions, {}, before, after, read=None, scale=None, carried=None)
+    return slots._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
+
+
 def _module_sums(
     selection: MonitorSelection,
     functions: SlotFunctions,

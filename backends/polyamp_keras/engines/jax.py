@@ -17,14 +17,14 @@ from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.compat import is_nnx_enabled, set_fit_state
+from polyamp_keras.compat import is_keras_code, is_nnx_enabled, set_fit_state
 from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 
 FRAMEWORK: Final = "JAX"
 DTYPE_ERRORS: Final = ()
 DTYPE_MESSAGE: Final = ""
-COUNTS_LOSS_DIVISORS: Final = False
-"""Whether a divisor of the loss can reach `apply`: on JAX it is inside of the function that is differentiated."""
+LOSS_REACHES_APPLY: Final = False
+"""The loss is computed inside of the function that is differentiated, and `apply` is called outside."""
 KEEPS_FIT_STATE: Final = True
 ONE_DTYPE_CODE: Final = ""
 _SMALLEST: Final = 2.0**-126
@@ -197,6 +197,11 @@ def global_norm_and_finite(gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
     return unit * jnp.sqrt(total), jnp.isfinite(total), sizes
 
 
+def value_counts(values: Any, length: int) -> Any:
+    """Return how many elements of an integer vector are 0, 1, ..., length - 1."""
+    return jnp.bincount(values, length=length)
+
+
 def is_traced(value: Any) -> bool:
     """Return whether a value belongs to a trace."""
     return isinstance(value, jax.core.Tracer)
@@ -258,3 +263,57 @@ def guarded_train_step(
         return logs, (weights, others, variables, metrics)
 
     return train_step
+
+
+def run_with_variables(function: Callable[..., Any], variables: Sequence[Any], arguments: Any) -> Any:
+    """Return the result of a train function whose step reads and writes further variables: the last ones of
+    `optimizer.variables` while it is traced, of which the state that `fit` keeps knows nothing."""
+    (weights, others, state, metrics), data = arguments
+    copies = [jnp.copy(variable.value) for variable in variables]  # a step consumes what it is given
+    logs, (weights, others, after, metrics) = function((weights, others, [*state, *copies], metrics), data)
+    for variable, value in zip(variables, after[len(state) :], strict=True):
+        variable.assign(value)
+    return logs, (weights, others, after[: len(state)], metrics)
+
+
+def monitored_train_step(model: Any, step: Callable[..., Any], figures: Any) -> Callable[..., Any]:
+    """Return a `train_step(state, data)` that hands the losses of its forward passes on to figures.
+
+    The losses leave the differentiated function behind the model's other variables, in each pass of Keras's own
+    `compute_loss_and_updates`. Of a function of the user's own they are unknown.
+    """
+
+    def train_step(state: Any, data: Any) -> Any:
+        count, optimizer = len(state[1]), model.optimizer
+        with _append_losses(model, count):
+            logs, (weights, others, variables, metrics) = step(state, data)
+        own = optimizer.variables
+        with keras.StatelessScope(state_mapping=list(zip(own, variables, strict=True))) as scope:
+            figures.write_losses(others[count:])
+        return logs, (weights, others[:count], [scope.get_current_value(variable) for variable in own], metrics)
+
+    return train_step
+
+
+@contextlib.contextmanager
+def _append_losses(model: Any, count: int) -> Iterator[None]:
+    """Context manager in which `compute_loss_and_updates` of a model returns its loss, before it is scaled, behind the
+    `count` other variables of the model, and behind the losses of earlier passes."""
+    own = model.compute_loss_and_updates
+    if not is_keras_code(own):
+        yield
+        return
+
+    def compute(weights: Any, others: Any, *arguments: Any, **options: Any) -> Any:
+        scaled, (loss, output, after, metrics) = own(weights, others[:count], *arguments, **options)
+        return scaled, (loss, output, [*after, *others[count:], loss], metrics)
+
+    before = vars(model).get("compute_loss_and_updates")
+    model.compute_loss_and_updates = compute
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.compute_loss_and_updates
+        else:
+            model.compute_loss_and_updates = before

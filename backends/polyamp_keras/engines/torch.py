@@ -22,7 +22,7 @@ from polyamp_keras.engines.torch_compat import foreach_divide, foreach_norm
 FRAMEWORK: Final = "torch"
 DTYPE_ERRORS: Final = (RuntimeError,)
 DTYPE_MESSAGE: Final = r"[^\n]*(?:same dtype|expected scalar type)[^\n]*"
-COUNTS_LOSS_DIVISORS: Final = True
+LOSS_REACHES_APPLY: Final = True
 KEEPS_FIT_STATE: Final = False
 ONE_DTYPE_CODE: Final = "torch.randn_like(z) or noise.to(z.dtype)"
 XP: Final = array_namespace(
@@ -231,6 +231,14 @@ def global_norm_and_finite(gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
     return unit * total, torch.isfinite(total), sizes
 
 
+def value_counts(values: Any, length: int) -> Any:
+    """Return how many elements of an integer vector are 0, 1, ..., length - 1, without a wait for the device."""
+    if values.device.type == "cpu":
+        return torch.bincount(values, minlength=length)
+    counts = torch.zeros(length, dtype=torch.int64, device=values.device)  # bincount would make the host wait
+    return counts.scatter_add_(0, values.long(), torch.ones_like(values, dtype=torch.int64))
+
+
 def is_traced(value: Any) -> bool:
     """Return False: torch runs a step operation by operation."""
     return False
@@ -288,3 +296,13 @@ def guarded_train_step(
 
 def store_fit_state(model: Any, result: Any) -> None:
     """Do nothing: the variables of a model have the values of its last step."""
+
+
+def run_with_variables(function: Callable[..., Any], variables: Sequence[Any], arguments: Any) -> Any:
+    """Return the result of a train function: a step writes to variables themselves."""
+    return function(*arguments)
+
+
+def monitored_train_step(model: Any, step: Callable[..., Any], figures: Any) -> Callable[..., Any]:
+    """Return the step as it is: the loss reaches the figures in `scale_loss`."""
+    return step

@@ -109,7 +109,7 @@ def _install_guard(model: Any, precision: str | None) -> None:
     optimizer.prepare_statistics(model)
     step = own_class(model).train_step
     model.train_step = ENGINE.guarded_train_step(model, step, KerasLossScaleOptimizer, _count_micro_batch)
-    if ENGINE.COUNTS_LOSS_DIVISORS:
+    if ENGINE.LOSS_REACHES_APPLY:
         install_loss_counting(model)
     install_functions(model, precision, _check_stuck if ENGINE.KEEPS_FIT_STATE else None)
 

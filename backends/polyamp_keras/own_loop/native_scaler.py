@@ -97,9 +97,10 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The optimizer's variables, the inner optimizer's, and the statistics at the start of an accumulation."""
+        """The optimizer's variables, the inner optimizer's, the statistics at the start of an accumulation, and in a
+        step that a monitor reads its figures."""
         known = [] if self._start_known is None else [self._start_known, *self._starts]
-        return [*super().variables, *known]
+        return [*super().variables, *known, *([] if self.figures is None else self.figures.variables)]
 
     def save_own_variables(self, store: Any) -> None:
         """Save the variables as in Keras, without the statistics at the start of an accumulation."""
@@ -228,6 +229,8 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
         """
         self._scaled = True
         loss = keras.ops.convert_to_tensor(native_variable(loss))
+        if self.figures is not None and ENGINE.LOSS_REACHES_APPLY:
+            self.figures.see_loss(loss)
         if dtype_name(loss) in HALF_DTYPES:
             warnings.warn(
                 f"scale_loss() is given a loss in {dtype_name(loss)}: it was computed in 16 bits, where a sum has "

@@ -33,11 +33,12 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     optimizer, state = call.optimizer, call.state
     sums, rows = add_to_sums(call, gradients), next_rows(call)
     unscaled, weight = divide_by_scale(call, sums)
-    measures = optimizer.scaler.checks or optimizer.clip_norm is not None
+    measures = optimizer.scaler.checks or optimizer.clip_norm is not None or optimizer.figures is not None
     norm, finite, sizes = ENGINE.global_norm_and_finite(unscaled) if measures else _NOT_MEASURED
     stats = GradStats(norm, finite, weight)
     step = read_value(optimizer.iterations)
     decision = decide(optimizer.scaler, optimizer.scale_state, step, stats, [finite], "all", ENGINE.XP)
+    figures = None if optimizer.figures is None else optimizer.figures.begin(call, unscaled, decision.result(stats))
     last = is_last_micro_batch(call) if state.sums else None
     applies = decision.finite if last is None else last if decision.finite is None else last & decision.finite
     written = [*call.all_variables, *optimizer.inner_optimizer.variables]
@@ -51,6 +52,8 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
             _write_not_finite(call, skips, sizes)
     if last is not None:
         _accumulate(call, sums, rows, last)
+    if figures is not None:
+        figures.write()
 
 
 def update_if(applies: Any, variables: Sequence[Any], body: Callable[[], None]) -> None:

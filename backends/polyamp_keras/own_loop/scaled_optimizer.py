@@ -9,12 +9,15 @@ from typing import Any
 import keras
 
 from polyamp.errors import GradientError, RecipeError
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
 from polyamp_keras.arrays import at_least_float32, native_variable, read_value
 from polyamp_keras.compat import check_optimizer_variables, own_trainable_variables
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.fit_figures import FitFigures
 from polyamp_keras.own_loop.keras_loss_scale_optimizer import (
     adopt_keras_scale,
     check_scaler_options,
@@ -74,6 +77,7 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._state = ScalerState(scale, self._scalar("last_update_skipped", 0), self._scalar("micro_step", 0))
         self._rows: Any = None  # of the current micro-batch; None if it counts as one
         self._watch = StuckScaleMonitor()
+        self.figures: FitFigures | None = None  # while a step of `fit` that a monitor reads is run, or traced
 
     def _scalar(self, name: str, value: float) -> Any:
         dtype = "float32" if name == "scale" else "int32"
@@ -219,6 +223,10 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Call the same method of the inner optimizer, which applies the decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def make_figures(self, model: Any, selection: MonitorSelection) -> FitFigures:
+        """Return figures for the steps of a model's `fit` that a monitor reads."""
+        return FitFigures(model_variables(model).parameters, selection)
 
     # Saving.
 

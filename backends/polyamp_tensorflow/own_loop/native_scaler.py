@@ -16,15 +16,17 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import RecipeError, UnsupportedError
+from polyamp.monitor.slots import MonitorSelection
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.step_checks import check_any_gradient, check_options
 from polyamp_keras.arrays import native_variable
+from polyamp_keras.models.variables import model_variables
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
 from polyamp_keras.own_loop.scaler_state import ApplyCall
 from polyamp_tensorflow.arrays import at_least_float32, to_dense_float32
 from polyamp_tensorflow.distributed import replicas
 from polyamp_tensorflow.distributed.all_reduce import all_reduce_sum
-from polyamp_tensorflow.own_loop.tensorflow_only.fit_figures import FitFigures
+from polyamp_tensorflow.own_loop.tensorflow_only.fit_figures import ReplicaFigures
 from polyamp_tensorflow.own_loop.tensorflow_only.optimizer_update import apply_or_accumulate
 from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
     CURRENT_STATISTICS,
@@ -100,7 +102,6 @@ class LossScaleOptimizer(ScaledOptimizer):
         super().__init__(*arguments, **options)
         self._calls = ScaleLossCalls()
         self._starts: weakref.WeakKeyDictionary[Any, StartValues] = weakref.WeakKeyDictionary()
-        self.figures: FitFigures | None = None  # while a step of `fit` that a monitor reads is run, or traced
 
     def check_inner(self, optimizer: Any) -> None:
         """Raise for an inner optimizer that acts a second time, or does not work on the current strategy's replicas."""
@@ -149,6 +150,11 @@ class LossScaleOptimizer(ScaledOptimizer):
         accumulates = self.accumulate_steps > 1
         prepare_statistics(model, self._starts.setdefault(model, StartValues()) if accumulates else None)
 
+    def make_figures(self, model: Any, selection: MonitorSelection) -> ReplicaFigures:
+        """Return figures for the steps of a model's `fit` that a monitor reads."""
+        with model.distribute_strategy.scope():
+            return ReplicaFigures(model_variables(model).parameters, selection)
+
     # The two halves of a step.
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # untyped; it rewrites errors
@@ -164,11 +170,10 @@ class LossScaleOptimizer(ScaledOptimizer):
         """
         self._calls.record()
         scaled = scale_custom_loop_loss(loss, native_variable(self.dynamic_scale) if self.scaler.scales else None)
-        share = self.current_share()
-        weight = None if share is None else share.weight
         if self.figures is not None:
-            self.figures.see_loss(loss, weight)
-        return scaled if weight is None else scaled * weight
+            self.figures.see_loss(loss)
+        share = self.current_share()
+        return scaled if share is None else scaled * share.weight
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # untyped; it rewrites errors
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

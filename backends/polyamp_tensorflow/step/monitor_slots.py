@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, collect_slots
+from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, add_update_norms, collect_slots
 
 
 class TensorFlowSlots:
@@ -69,9 +69,7 @@ class MonitoredUpdate:
         """Return the figures, after the update."""
         if not self._selection.updates:
             return self._slots
-        only = self._selection._replace(gradients=False, weights=False)
-        rest = collect_slots(only, _FUNCTIONS, {}, self._old, self._values(), read=None, scale=None, carried=None)
-        return self._slots._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
+        return add_update_norms(self._slots, self._selection, _FUNCTIONS, self._old, self._values())
 
 
 def _value(variable: Any) -> Any:

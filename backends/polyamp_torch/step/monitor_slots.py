@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, collect_slots
+from polyamp.monitor.slots import EXPONENT_FIELDS, MonitorSelection, MonitorSlots, add_update_norms, collect_slots
 
 if TYPE_CHECKING:
     from polyamp_torch.step.state import TorchState
@@ -58,9 +58,7 @@ class MonitoredUpdate:
         found = self._slots
         if self._selection.updates:
             now = {name: p.detach() for name, p in state.parameters.items()}
-            only = self._selection._replace(gradients=False, weights=False)
-            rest = collect_slots(only, self._functions, {}, self._old, now, read=None, scale=None, carried=None)
-            found = found._replace(weight_norms=rest.weight_norms, update_norms=rest.update_norms)
+            found = add_update_norms(found, self._selection, self._functions, self._old, now)
         sums = {name: getattr(found, name) for name in _SUMS if getattr(found, name) is not None}
         if self._functions.parts and sums:
             flat = torch.cat([each.reshape(-1) for each in sums.values()])

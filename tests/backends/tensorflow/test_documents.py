@@ -30,7 +30,7 @@ def test_the_blocks_run(name: str, count: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_block_of_the_monitor_prints_what_stands_there() -> None:
     text = (GUIDES / "monitor.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n((?:(?!```).)*?polyamp_tensorflow.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```python\n((?:(?!```).)*?polyamp_keras.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 1
     found = io.StringIO()
     with contextlib.redirect_stdout(found):
