@@ -103,7 +103,7 @@ class JaxBackend:
     @property
     def float8_probe(self) -> Float8Probe:
         """What measures products in 8 bits; imported on first use."""
-        from polyamp_jax.observe.jax_only.float8_probe import JaxFloat8Probe
+        from polyamp_jax.observe.float8_probe import JaxFloat8Probe
 
         return JaxFloat8Probe(self)
 

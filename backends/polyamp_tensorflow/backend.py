@@ -42,6 +42,7 @@ from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
 from polyamp_tensorflow.step.update import update_states
 
 if TYPE_CHECKING:
+    from polyamp.doctor.float8_probe import Float8Probe
     from polyamp.doctor.probe import CapabilityProbe
     from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
     from polyamp.parity.trace.observer import Observer
@@ -213,6 +214,13 @@ class TensorFlowBackend:
         from polyamp_tensorflow.observe.capabilities import PROBE
 
         return PROBE
+
+    @property
+    def float8_probe(self) -> Float8Probe:
+        """What measures products in 8 bits; imported on first use."""
+        from polyamp_tensorflow.observe.float8_probe import FLOAT8_PROBE
+
+        return FLOAT8_PROBE
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

@@ -89,7 +89,7 @@ class TorchBackend:
     @property
     def float8_probe(self) -> Float8Probe:
         """What measures products in 8 bits; imported on first use."""
-        from polyamp_torch.observe.torch_only.float8_probe import FLOAT8_PROBE
+        from polyamp_torch.observe.float8_probe import FLOAT8_PROBE
 
         return FLOAT8_PROBE
 

@@ -49,7 +49,7 @@ def measure_float8(
     for shape in shapes or (_CPU_SHAPES if on_cpu else _ACCELERATOR_SHAPES):
         try:
             found = measure_product(
-                probe,
+                probe.programs,
                 shape,
                 float8,
                 device.name,

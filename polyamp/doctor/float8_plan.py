@@ -74,7 +74,7 @@ def float8_plan(
     device = next((each for each in chosen.capability_probe.devices() if each.name == found.device), unlisted)
     limits = limits_of(device.kind)
     times = {
-        shape: measure_product(probe, shape, float8, device.name, compiled=compiled, limits=limits)
+        shape: measure_product(found.programs, shape, float8, device.name, compiled=compiled, limits=limits)
         for shape in dict.fromkeys(product.shape for product in found.products)
     }
     return Float8PlanReport(

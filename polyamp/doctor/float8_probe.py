@@ -34,19 +34,40 @@ class ModelProduct(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which has no use here
 
 
-class ModelProducts(NamedTuple):
-    """The products of a model that run in 8 bits, in the order of the program, and the name of the model's device."""
-
-    device: str
-    products: Sequence[ModelProduct]
-
-
 class ProductPrograms(NamedTuple):
     """A product, its two gradients and all casts, ready to run: `program(n)` runs them n times and returns when the
     device is done."""
 
     bfloat16: Callable[[int], None]
     float8: Callable[[int], None]
+
+
+class MakePrograms(Protocol):
+    """Function that makes the programs of one shape."""
+
+    def __call__(self, shape: ProductShape, float8: Float8, device: str, *, compiled: bool) -> ProductPrograms:
+        """Return a product of bfloat16 activations with a float32 parameter, as a training step runs it.
+
+        Args:
+            shape: its sizes.
+            float8: settings of the product in 8 bits.
+            device: a device's name.
+            compiled: compile the programs, where the framework also runs eager code.
+        """
+
+
+class ModelProducts(NamedTuple):
+    """The products of a model that run in 8 bits.
+
+    Attributes:
+        device: name of the model's device.
+        products: in the order of the program.
+        programs: makes the programs of their shapes.
+    """
+
+    device: str
+    products: Sequence[ModelProduct]
+    programs: MakePrograms
 
 
 class Float8Probe(Protocol):
@@ -63,14 +84,7 @@ class Float8Probe(Protocol):
         """Return the products of `target(*inputs)` that run in 8 bits under a policy, as `explain` lists them."""
 
     def programs(self, shape: ProductShape, float8: Float8, device: str, *, compiled: bool) -> ProductPrograms:
-        """Return a product of bfloat16 activations with a float32 parameter, as a training step runs it.
-
-        Args:
-            shape: its sizes.
-            float8: settings of the product in 8 bits.
-            device: a device's name.
-            compiled: compile the programs, where the framework also runs eager code.
-        """
+        """Return the programs of one shape (`MakePrograms`), of a model that is the framework's own."""
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from polyamp.doctor.fastest_times import TimingLimits, fastest_times
-from polyamp.doctor.float8_probe import Float8Probe, ProductShape
+from polyamp.doctor.float8_probe import MakePrograms, ProductShape
 from polyamp.doctor.measurements import Verdict
 from polyamp.recipe.float8 import Float8
 
@@ -74,7 +74,7 @@ def limits_of(kind: str) -> TimingLimits:
 
 
 def measure_product(
-    probe: Float8Probe,
+    make_programs: MakePrograms,
     shape: ProductShape,
     float8: Float8,
     device: str,
@@ -86,15 +86,15 @@ def measure_product(
     """Measure one shape on a device. Both programs run once before their time counts, and then take turns.
 
     Args:
-        probe: the backend's.
+        make_programs: makes the programs of the shape.
         shape: the sizes.
         float8: settings of the products in 8 bits.
         device: the device's name.
-        compiled: as in `Float8Probe.programs`.
+        compiled: as in `MakePrograms`.
         limits: how long to measure.
         clock: as in `fastest_times`.
     """
-    programs = probe.programs(shape, float8, device, compiled=compiled)
+    programs = make_programs(shape, float8, device, compiled=compiled)
     for program in programs:
         program(1)
     seconds = fastest_times(programs._asdict(), limits, clock)

@@ -23,9 +23,13 @@ _SIGNIFICAND_LIMIT: Final = 0x600000
 """Fraction bits of 1.75, the significand of both formats' largest number."""
 
 
-product_watch: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar("polyamp_product_watch", default=None)
-"""Receives the figures of products that run now, in their backward passes, for a monitor: float32, shape (3, 4), see
-`MonitorSlots.products`. None: they are not computed."""
+FigureSink = Callable[[Any], None]
+"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`."""
+product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]] = ContextVar(
+    "polyamp_product_watch", default=None
+)
+"""Called with the two matrices of each product that runs now. It returns where the product's figures go, or None: they
+are not computed."""
 
 
 class Codes(NamedTuple):
@@ -137,12 +141,13 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
     """
     dtype, scaling = keras.backend.standardize_dtype(x.dtype), settings.scaling
     watch = product_watch.get()
+    sink = None if watch is None else watch(x, w)
 
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
         left, right = quantize(x, ACTIVATION_FORMAT, scaling, 1), quantize(w, ACTIVATION_FORMAT, scaling, 0)
         out = _multiply_codes(left, right, dtype, scaling)
         pairs = ((x, left, 1), (w, right, 0))
-        figures = [] if watch is None else [ops.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
+        figures = [] if sink is None else [ops.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
         if scaling != "tensor":  # the backward products sum over the other axes
             left, right = quantize(x, ACTIVATION_FORMAT, scaling, 0), quantize(w, ACTIVATION_FORMAT, scaling, 1)
         return out, (*left, *right, *figures)
@@ -150,8 +155,8 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
         left, right = Codes(*residuals[:2]), Codes(*residuals[2:4])
         codes = quantize(g, settings.gradients, scaling, 1)
-        if watch is not None:
-            watch(ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]))
+        if sink is not None:
+            sink(ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]))
         dx = _multiply_codes(codes, right, dtype, scaling, transpose_right=True)
         if scaling != "tensor":
             codes = quantize(g, settings.gradients, scaling, 0)
@@ -226,6 +231,19 @@ def _expand(letters: str, axes: EinsumAxes, rank: int) -> list[str]:
 
 def _transpose(x: Any, given: Sequence[str], wanted: Sequence[str]) -> Any:
     return x if list(given) == list(wanted) else ops.transpose(x, [list(given).index(letter) for letter in wanted])
+
+
+def watch_products(call: Callable[..., Any], watch: Callable[[Any, Any], FigureSink | None]) -> Callable[..., Any]:
+    """Return a layer's `call` in which `watch` is called with the two matrices of each product in 8 bits."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        token = product_watch.set(watch)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            product_watch.reset(token)
+
+    return copy_signature(call, called)
 
 
 def float8_call(layer: Any, settings: Float8) -> Callable[..., Any]:

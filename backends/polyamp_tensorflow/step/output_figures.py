@@ -26,7 +26,7 @@ from polyamp.results import LossFunction
 from polyamp.rules import step_checks
 from polyamp_keras.arrays import is_floating
 from polyamp_keras.models.layers import LayerEntry, list_layers, recurrent_cells, replace_calls
-from polyamp_keras.precision.float8_products import product_watch
+from polyamp_keras.precision.float8_products import watch_products
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
 
 
@@ -103,16 +103,8 @@ class ProductRecorder:
 
     def wrapped(self, entry: LayerEntry) -> tuple[Any, Callable[..., Any]]:
         """Return a layer and its `call`, whose products are recorded."""
-        call = entry.layer.call
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            token = product_watch.set(functools.partial(self._add, entry.stable_path))
-            try:
-                return call(*args, **kwargs)
-            finally:
-                product_watch.reset(token)
-
-        return entry.layer, copy_signature(call, called)
+        sink = functools.partial(self._add, entry.stable_path)
+        return entry.layer, watch_products(entry.layer.call, lambda x, w: sink)
 
     def _add(self, path: str, sums: Any) -> None:
         if self._is_own(sums):

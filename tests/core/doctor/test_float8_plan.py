@@ -168,7 +168,9 @@ class MadeUpProbe:
     def products(self, target: Any, policy: Policy, *inputs: Any) -> ModelProducts:
         self.asked.append((target, policy, inputs))
         return ModelProducts(
-            "gpu:1", [ModelProduct(*each) for each in (("a", SMALL, 1), ("b", LARGE, 1), ("c", SMALL, 1))]
+            "gpu:1",
+            [ModelProduct(*each) for each in (("a", SMALL, 1), ("b", LARGE, 1), ("c", SMALL, 1))],
+            self.programs,
         )
 
     def programs(self, shape: ProductShape, float8: Float8, device: str, *, compiled: bool) -> ProductPrograms:
@@ -217,8 +219,9 @@ def test_each_shape_is_measured_once_on_the_models_device(made: MadeUpProbe) -> 
 def test_a_program_runs_once_before_its_time_counts() -> None:
     runs: list[str] = []
     programs = ProductPrograms(lambda n: runs.append("wide"), lambda n: runs.append("narrow"))
-    probe: Any = SimpleNamespace(programs=lambda *_, **__: programs)
-    measure_product(probe, SMALL, Float8(), "gpu:1", compiled=True, limits=TimingLimits(0.0, 0.0, 1, 1))
+    measure_product(
+        lambda *_, **__: programs, SMALL, Float8(), "gpu:1", compiled=True, limits=TimingLimits(0.0, 0.0, 1, 1)
+    )
     assert runs == ["wide", "narrow"] * 3  # compilation, a sample for the length of a run, a round of samples
 
 

@@ -27,6 +27,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp_keras.models.layers import is_layer, list_layers
+from polyamp_keras.observe.layer_products import read_pass
 from polyamp_keras.porting.inventory import read_keras_model
 from polyamp_keras.precision.float8_layers import PRODUCT_REASONS
 from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
@@ -64,17 +65,11 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
     Raises:
         UnsupportedError: other inputs, such as a function without a model.
     """
-    recorder, alone = OpDtypeRecorder(enabled=True), is_layer(loss_fn)
-    if alone and inputs:
-        model, batch, loss_fn = loss_fn, inputs, functools.partial(_sum_of_outputs, recorder)
-    elif not alone and len(inputs) == 2 and is_layer(inputs[0]):
-        model, batch = inputs
-    else:
-        raise UnsupportedError(
-            "explain of Keras models takes a loss function, a policy, a model and a batch: polyamp.explain(loss_fn, "
-            "policy, model, batch), or a model or layer and its inputs: polyamp.explain(model, policy, x). Received: "
-            f"{describe_value(loss_fn)} and {len(inputs)} inputs."
-        )
+    recorder = OpDtypeRecorder(enabled=True)
+    loss_fn, model, batch = read_pass("explain", loss_fn, inputs)
+    alone = loss_fn is None
+    if loss_fn is None:
+        loss_fn = functools.partial(_sum_of_outputs, recorder)
     with _state_of_copy(backend, model, policy) as state:
         twin = state.model
         capture.capture_pass(state, loss_fn, batch, _ignore, recorder)

@@ -145,7 +145,8 @@ class KerasReader(ModuleReader):
         tokens: list[Any] = []
 
         def begin(path: str, *_: Any) -> None:
-            tokens.append(product_watch.set(functools.partial(watch.add, path)))
+            sink = functools.partial(watch.add, path)
+            tokens.append(product_watch.set(lambda x, w: sink))
 
         def end(*_: Any) -> None:
             product_watch.reset(tokens.pop())

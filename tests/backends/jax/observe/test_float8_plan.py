@@ -70,7 +70,7 @@ def test_a_shape_is_measured() -> None:
     probe = BACKEND.float8_probe  # type: ignore[attr-defined]  # an optional protocol
     assert probe.multiplies_float8("cpu:0") is False
     time = measure_product(
-        probe,
+        probe.programs,
         ProductShape(32, 64, 16),
         Float8(emulate=True),
         "cpu:0",

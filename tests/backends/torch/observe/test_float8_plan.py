@@ -17,8 +17,8 @@ from polyamp import Float8, Policy, Recipe, UnsupportedError
 from polyamp.doctor.float8_plan_data import decide_layers
 from polyamp.doctor.float8_probe import ModelProduct, ProductShape
 from polyamp.doctor.float8_times import ProductTime
-from polyamp_torch.observe.torch_only import float8_probe
-from polyamp_torch.observe.torch_only.float8_probe import FLOAT8_PROBE
+from polyamp_torch.observe import float8_probe
+from polyamp_torch.observe.float8_probe import FLOAT8_PROBE
 from polyamp_torch.precision.torch_only import float8_products
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "float8_plan.md").read_text(encoding="utf-8")
