@@ -7,6 +7,7 @@ syntax trees. The docstring of each name states the behaviour that polyamp relie
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -373,6 +374,26 @@ def replace_variable(variable: Any, value: Any) -> Any:
     before = variable._value
     variable._value, variable._dtype = value, dtype_name(value)
     return before
+
+
+stored_value: Final[Callable[[Any], Any]] = operator.attrgetter("_value")
+"""What a Keras variable contains, where `value` is a cast of it: in a call of a layer that computes in 16 bits."""
+
+
+@contextlib.contextmanager
+def replace_assignments(variables: Sequence[Any], assign: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Context manager in which `assign(variable, value)` runs in place of the last step of a variable's `assign`, which
+    on torch writes to `value`: a cast copy, in a call of a layer that computes in 16 bits."""
+    before = [(vars(variable), vars(variable).get("_direct_assign")) for variable in variables]
+    try:
+        for variable in variables:
+            vars(variable)["_direct_assign"] = functools.partial(assign, variable)
+        yield
+    finally:
+        for attributes, own in before:
+            attributes.pop("_direct_assign", None)
+            if own is not None:
+                attributes["_direct_assign"] = own
 
 
 def layer_attributes(layer: Any) -> dict[str, Any]:

@@ -44,9 +44,12 @@ class KerasEngine(Protocol):
     def bitcast(self, x: Any, dtype: str, /) -> Any:
         """Return the bits of a tensor as another dtype of the same size."""
 
-    def custom_vjp(self, forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any, /) -> Any:
+    def custom_vjp(
+        self, forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any, watch: Any = None, /
+    ) -> Any:
         """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`. A
-        gradient of the gradients raises."""
+        gradient of the gradients raises. A third value of `backward` is passed to `watch`; on JAX the gradients depend
+        on what that returns, so that it stays in the program."""
 
     def integer_casts(self, given: Sequence[Any], /) -> AbstractContextManager[list[str]]:
         """Return a context manager that records the integer dtypes to which operations cast these tensors."""

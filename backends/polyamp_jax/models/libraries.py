@@ -39,16 +39,7 @@ class Library(NamedTuple):
 
     def file_in(self, folder: str) -> Any:
         """Return the library's file in a folder, such as "models.adapters"."""
-        name = f"polyamp_jax.{folder}.{self.name}"
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            raise UnsupportedError(
-                f"polyamp.compare, explain and find_nonfinite take no models of {self.name} on JAX: its layers cast, "
-                "and no interpreter sees them. Use a model of flax, equinox or haiku, or Keras on TensorFlow."
-            ) from error
+        return importlib.import_module(f"polyamp_jax.{folder}.{self.name}")
 
     def has_class_of(self, value: Any) -> bool:
         """Return whether a value is an instance of a model class. False if the program has not imported the library."""

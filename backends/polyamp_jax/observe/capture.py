@@ -22,6 +22,7 @@ from polyamp.rules import step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax.arrays import matmul_precision, prepare_batch
 from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.observe.jax_only.library_observer import observer_of
 from polyamp_jax.observe.jax_only.output_tags import (
     OutputTag,
     TaggingCasts,
@@ -35,7 +36,7 @@ from polyamp_jax.observe.jax_only.output_tags import (
 from polyamp_jax.observe.op_dtypes import record_op_dtypes
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
+from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine, forward_scopes
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step import accumulation, forward_backward
 from polyamp_jax.step.error_hints import check_aux
@@ -98,7 +99,7 @@ class PassCapture:
         check_has_rows(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
         params, scale = forward_backward.compute_parameters(state), forward_backward.active_loss_scale(state)
         keys = forward_backward.pass_keys(state, state.running.draws)
-        recorder, interpreted = Recorder(), has_interpreted_operations(state.setup.plan)
+        recorder, interpreted = Recorder(), is_interpreted(state)
         # in cast mode loss_fn may use both a parameter's cast and the master itself
         masters = None if params is state.params else state.params
         traced = jax.make_jaxpr(tagged_loss(state, self._loss_fn, batch, keys, scale, recorder))(params, masters)
@@ -152,11 +153,11 @@ def tagged_loss(
         recorder: receives the operations under autocast.
     """
     adapter, plan = state.setup.adapter, state.setup.plan
-    scopes = contextlib.nullcontext() if has_interpreted_operations(plan) else enable_name_scopes()
+    scopes = contextlib.nullcontext() if is_interpreted(state) else enable_name_scopes()
 
     def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
         engine = TaggingEngine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
-        with matmul_precision(plan), tag_module_outputs(), scopes:
+        with matmul_precision(plan), tag_module_outputs(), scopes, forward_scopes([engine]):
             loss, aux = step_checks.split_loss_and_aux(loss_fn(make_policy_module(engine), batch))
         check_aux(aux)
         return forward_backward.scale_loss_value(loss, scale)[0], loss
@@ -164,10 +165,19 @@ def tagged_loss(
     return loss_of
 
 
+def is_interpreted(state: JaxState) -> bool:
+    """Return whether the interpreter runs a state's model. The layers of Keras cast by themselves."""
+    return not state.setup.adapter.applies_policy and has_interpreted_operations(state.setup.plan)
+
+
 class TaggingEngine(PolicyEngine):
     """Policy engine whose modules tag their outputs; the model's own output as `loss_fn` receives it."""
 
     _casts_class = TaggingCasts
+
+    def watch_layers(self) -> contextlib.AbstractContextManager[None]:
+        model = self.view()
+        return observer_of(model).tag_layers(model)
 
     def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
         own = super().call

@@ -2,7 +2,8 @@
 
 JAX arrays are immutable, and only nnx models are mutable objects: these are cloned. The float64 copy converts a
 model's arrays and the `dtype` settings of flax layers, which would otherwise cast back to fewer bits. haiku, equinox
-and plain functions compute in the dtype of their inputs. Casts in the user's own program remain.
+and plain functions compute in the dtype of their inputs. Casts in the user's own program remain. A Keras model is run
+itself, and has its values back afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 from polyamp_jax import compat
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.observe.jax_only.library_observer import loaded_observers, observer_of
-from polyamp_jax.porting.libraries.porting_library import find_library
 
 
 @contextlib.contextmanager
@@ -26,5 +26,4 @@ def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
             stack.enter_context(compat.enable_float64())
             for observer in loaded_observers():
                 observer.use_float64(stack)
-        made = observer_of(model).copy_model(model, wide=wide)
-        yield find_library(made).inference_model(made, stack) if inference else made
+        yield observer_of(model).open_copy(model, stack, wide=wide, inference=inference)

@@ -17,9 +17,10 @@ from polyamp.parity.trace.observer import CaptureCallback, DropoutCount, PassRec
 from polyamp.parity.trace.operation_log import OperationRecorder
 from polyamp.results import LossFunction
 from polyamp_jax import compat
-from polyamp_jax.arrays import device_name, shape_struct
+from polyamp_jax.arrays import device_name, named_leaves, shape_struct
 from polyamp_jax.observe.capture import PassCapture, PassTraceInfo
 from polyamp_jax.observe.dropout import disable_dropout
+from polyamp_jax.observe.jax_only.library_observer import observer_of
 from polyamp_jax.observe.model_copy import model_copy
 from polyamp_jax.observe.operation_recorder import record_operations
 from polyamp_jax.porting.libraries.porting_library import find_library
@@ -63,6 +64,14 @@ class LeafGradients(Mapping[str, "Array | None"]):
         return len(self._gradients)
 
 
+def _named_gradients(state: JaxState, values: Sequence[Any]) -> Mapping[str, Array | None]:
+    """Return the gradients of a pass by the leaf names of the model's inventory. Those of Keras are the state's."""
+    if not state.setup.adapter.applies_policy:
+        return LeafGradients(state, values)
+    pairs = zip(named_leaves(state.params), values, strict=True)
+    return {name: None if value is None else host_array(value) for name, value in pairs}
+
+
 def host_array(array: Any) -> Array:
     """Return the array on the host, as float32 unless it is float64."""
     held = np.asarray(array)
@@ -81,7 +90,7 @@ class JaxObserver:
         self._captures: dict[int, PassCapture] = {}
 
     def device(self, model: Any) -> str:
-        arrays = find_library(model).arrays(model).values()
+        arrays = observer_of(model).arrays(model).values()
         devices = {device for array in arrays if isinstance(array, jax.Array) for device in array.devices()}
         return ", ".join(sorted(map(device_name, devices)))
 
@@ -96,7 +105,11 @@ class JaxObserver:
     def disable_dropout(
         self, model: Any, draws: UniformSource | None
     ) -> contextlib.AbstractContextManager[DropoutCount]:
-        return disable_dropout(draws)
+        return observer_of(model).disable_model_dropout(model, draws, disable_dropout(draws))
+
+    def without_policies(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the model has no applied policy of Keras (`apply_policy`, `compile`)."""
+        return observer_of(model).without_policies(model)
 
     def capture_pass(self, state: Any, loss_fn: LossFunction, batch: Any, on_capture: CaptureCallback) -> PassRecord:
         watching = self._captures.setdefault(id(loss_fn), PassCapture(loss_fn))
@@ -118,9 +131,8 @@ class JaxObserver:
             if cotangents[number] is not None:
                 on_capture(info.captures[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
                 cotangents[number] = None
-        return PassRecord(
-            float(passed.loss), LeafGradients(state, passed.gradients), info.operations, info.hidden_reason
-        )
+        gradients = _named_gradients(state, passed.gradients)
+        return PassRecord(float(passed.loss), gradients, info.operations, info.hidden_reason)
 
     def record_operations(self, state: Any, loss_fn: LossFunction, batch: Any, recorder: OperationRecorder) -> None:
         record_operations(state, loss_fn, batch, recorder)

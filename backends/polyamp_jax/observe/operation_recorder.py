@@ -25,7 +25,7 @@ from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE
 from polyamp_jax.step import forward_backward
 from polyamp_jax.step.state import JaxState
 
-_PACKAGES: Final = ("jax", "jaxlib", "flax", "haiku", "equinox", "polyamp_jax")
+_PACKAGES: Final = ("jax", "jaxlib", "flax", "haiku", "equinox", "keras", "polyamp_jax", "polyamp_keras")
 _RUN_ONCE: Final = ("call", "closed_call", "jit", "remat", "custom_jvp_call", "custom_vjp_call")
 """Primitives that run one inner program once, with the arguments of the equation."""
 

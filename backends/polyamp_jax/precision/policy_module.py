@@ -35,7 +35,7 @@ from polyamp_jax.precision.jax_only.policy_engine import NativePolicyEngine, Pol
 
 LAYERS_CAST_ERROR: Final = (
     "the layers of a Keras model cast, each to its own dtype, and polyamp's op lists do not act in it. Received: "
-    "{kind} for explain, or strict=True. polyamp_keras.apply_policy(model, policy).choices has the dtype of each layer."
+    "{call}. polyamp_keras.apply_policy(model, policy).choices has the dtype of each layer."
 )
 """Error message for what the interpreter records, of a model that it does not run."""
 
@@ -187,7 +187,7 @@ def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = No
     parts = adapt(model)
     plan = parts.adapter.resolve_policy(policy, parts.params, parts.running)
     if parts.adapter.applies_policy and (strict or recorder is not None):
-        raise UnsupportedError(LAYERS_CAST_ERROR.format(kind=type(model).__name__))
+        raise UnsupportedError(LAYERS_CAST_ERROR.format(call=f"{type(model).__name__} with strict=True"))
     return make_policy_module(NativePolicyEngine(model, plan, recorder=recorder, strict=strict))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import TraceError, UnsupportedError
+from polyamp.errors import TraceError
 from polyamp.results import LossFunction
 from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
@@ -81,11 +81,6 @@ def run_pass(
     """
     check_has_rows(shape[0] for _, shape in batch_shapes(batch) if shape)
     watched = loss_fn if isinstance(loss_fn, WatchedLoss) else None
-    if watched is not None and any(state.setup.adapter.applies_policy for state in states):
-        raise UnsupportedError(
-            "Monitor(activations=...) and Monitor(products=True) do not measure the calls of Keras's layers on JAX. "
-            "Leave them out: gradients, parameters and the scale are monitored, per layer too."
-        )
     loss_fn = loss_fn if watched is None else watched.loss_fn
     tagged, engine_class = (
         (contextlib.nullcontext, PolicyEngine)

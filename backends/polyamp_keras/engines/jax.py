@@ -65,7 +65,7 @@ def bitcast(x: Any, dtype: str) -> Any:
 
 
 def custom_vjp(
-    forward: Callable[[Any, Any], tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any
+    forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any, watch: Callable[[Any], Any] | None = None
 ) -> Any:
     """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`.
 
@@ -74,8 +74,16 @@ def custom_vjp(
     """
     gradients = jax.custom_vjp(backward)
     gradients.defvjp(lambda residuals, g: (backward(residuals, g), None), _refuse_second_derivatives)
+
+    def watched(residuals: Any, g: Any) -> tuple[Any, Any]:
+        dx, dw, *figures = gradients(residuals, g)
+        if watch is not None:
+            kept = (dx, dw, watch(*figures))  # a gradient keeps its figures
+            dx, dw, _ = jax.lax.optimization_barrier(kept)  # type: ignore[no-untyped-call]  # JAX does not annotate it
+        return dx, dw
+
     product = jax.custom_vjp(lambda x, w: forward(x, w)[0])
-    product.defvjp(forward, gradients)
+    product.defvjp(forward, watched)
     return product(x, w)
 
 

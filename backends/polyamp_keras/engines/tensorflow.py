@@ -96,7 +96,7 @@ def bitcast(x: Any, dtype: str) -> Any:
 
 
 def custom_vjp(
-    forward: Callable[[Any, Any], tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any
+    forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any, watch: Callable[[Any], Any] | None = None
 ) -> Any:
     """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`.
 
@@ -117,7 +117,10 @@ def custom_vjp(
         @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
         def gradients(g: Any, *_: Any) -> Any:
             with stop_recording():
-                return backward(residuals, g), _refuse_second_derivatives
+                dx, dw, *figures = backward(residuals, g)
+                if watch is not None:
+                    watch(*figures)
+                return (dx, dw), _refuse_second_derivatives
 
         return result, lambda g: gradients(g, *anchors)
 

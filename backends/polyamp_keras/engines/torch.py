@@ -16,6 +16,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_keras.arrays import native_variable
+from polyamp_keras.compat import replace_assignments, stored_value
 from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 from polyamp_keras.engines.torch_compat import foreach_divide, foreach_norm
 
@@ -60,31 +61,34 @@ def bitcast(x: Any, dtype: str) -> Any:
 
 
 def custom_vjp(
-    forward: Callable[[Any, Any], tuple[Any, Any]], backward: Callable[[Any, Any], tuple[Any, Any]], x: Any, w: Any
+    forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any, watch: Callable[[Any], Any] | None = None
 ) -> Any:
     """Return the result of `forward(x, w) -> (result, residuals)`, whose gradients are `backward(residuals, g)`.
 
     Raises:
         UnsupportedError: in a backward pass that makes a graph, for gradients of the gradients.
     """
-    return _CustomVjp.apply(forward, backward, x, w)  # type: ignore[no-untyped-call]  # torch does not annotate apply
+    return _CustomVjp.apply(forward, backward, watch, x, w)  # type: ignore[no-untyped-call]  # torch does not annotate apply
 
 
 class _CustomVjp(torch.autograd.Function):
     """Function of two tensors with given gradients."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], x: Any, w: Any) -> Any:
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], watch: Any, x: Any, w: Any) -> Any:
         result, residuals = forward(x, w)
         ctx.save_for_backward(*residuals)
-        ctx.gradients = backward
+        ctx.gradients, ctx.watch = backward, watch
         return result
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         if torch.is_grad_enabled():
             raise UnsupportedError(SECOND_DERIVATIVES)
-        return None, None, *ctx.gradients(ctx.saved_tensors, g)
+        dx, dw, *figures = ctx.gradients(ctx.saved_tensors, g)
+        if figures:
+            ctx.watch(*figures)
+        return None, None, None, dx, dw
 
 
 @contextlib.contextmanager
@@ -182,6 +186,21 @@ def differentiate(
         for value, gradient in zip(values, found, strict=True)
     ]
     return Differentiation(given, gradients, {key: host_values(value) for key, value in observed.items()})
+
+
+def keep_assignments(variables: Sequence[Any]) -> AbstractContextManager[None]:
+    """Return a context manager in which what a layer in 16 bits assigns to a variable in its call is kept (S12). On
+    torch Keras writes it to a cast copy. Elements that are written with the same 16-bit number keep their digits."""
+    return replace_assignments(variables, _assign)
+
+
+def _assign(variable: Any, value: Any) -> None:
+    whole, dtype = stored_value(variable), getattr(torch, variable.dtype)
+    with torch.no_grad():
+        if dtype in (torch.float16, torch.bfloat16) and whole.dtype != dtype:
+            is_narrow = torch.all(value.to(dtype).to(value.dtype) == value)
+            value = torch.where(is_narrow & (value == whole.to(dtype).to(value.dtype)), whole, value)
+        whole.copy_(value)
 
 
 def check_gradients(kinds: Collection[str], call: str, instead: str) -> None:

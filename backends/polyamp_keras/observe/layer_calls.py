@@ -28,16 +28,25 @@ class LayerCallWatcher(Protocol):
         """
 
 
-def watch_layer_calls(model: Any, watcher: LayerCallWatcher) -> AbstractContextManager[None]:
+def watch_layer_calls(
+    model: Any, watcher: LayerCallWatcher, *, paths: Mapping[int, str] | None = None
+) -> AbstractContextManager[None]:
     """Return a context manager in which `watcher` runs every call of a layer.
 
     Cells of recurrent layers are not watched (`recurrent_cells`).
+
+    Args:
+        model: the model.
+        watcher: what runs the calls.
+        paths: `id` of a layer -> its path; None for those of the model's inventory.
     """
-    return replace_calls(_watched_calls(model, watcher))
+    return replace_calls(_watched_calls(model, watcher, read_keras_model(model).paths if paths is None else paths))
 
 
-def _watched_calls(model: Any, watcher: LayerCallWatcher) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    paths, found = read_keras_model(model).paths, list_layers(model)
+def _watched_calls(
+    model: Any, watcher: LayerCallWatcher, paths: Mapping[int, str]
+) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    found = list_layers(model)
     cells = {id(part.layer) for each in found for part in recurrent_cells(each.layer)}
     shown = [each for each in found if id(each.layer) not in cells]
     holders = {id(each.parent) for each in shown}

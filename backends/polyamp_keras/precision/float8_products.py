@@ -23,8 +23,9 @@ _SIGNIFICAND_LIMIT: Final = 0x600000
 """Fraction bits of 1.75, the significand of both formats' largest number."""
 
 
-FigureSink = Callable[[Any], None]
-"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`."""
+FigureSink = Callable[[Any], Any]
+"""Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`. On JAX
+the gradients depend on what it returns."""
 product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]] = ContextVar(
     "polyamp_product_watch", default=None
 )
@@ -152,17 +153,16 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
             left, right = quantize(x, ACTIVATION_FORMAT, scaling, 0), quantize(w, ACTIVATION_FORMAT, scaling, 1)
         return out, (*left, *right, *figures)
 
-    def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
+    def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
         left, right = Codes(*residuals[:2]), Codes(*residuals[2:4])
         codes = quantize(g, settings.gradients, scaling, 1)
-        if sink is not None:
-            sink(ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]))
         dx = _multiply_codes(codes, right, dtype, scaling, transpose_right=True)
+        figures = () if sink is None else (ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]),)
         if scaling != "tensor":
             codes = quantize(g, settings.gradients, scaling, 0)
-        return dx, _multiply_codes(left, codes, dtype, scaling, transpose_left=True)
+        return dx, _multiply_codes(left, codes, dtype, scaling, transpose_left=True), *figures
 
-    return ENGINE.custom_vjp(forward, backward, x, w)
+    return ENGINE.custom_vjp(forward, backward, x, w, sink)
 
 
 def _rounding_sums(x: Any, codes: Codes, axis: int, scaling: str) -> Any:

@@ -20,6 +20,8 @@ collect_ignore = [  # what is about one Keras backend alone
         ("test_torch_compare.py", ("torch",)),
         ("test_torch_port.py", ("torch",)),
         ("test_backend_curves.py", ("torch",)),
+        ("test_jax_compare.py", ("jax",)),
+        ("test_jax_explain.py", ("jax",)),
         ("test_jax_loop.py", ("jax",)),
         ("test_jax_port.py", ("jax",)),
         ("test_jax_step.py", ("jax",)),

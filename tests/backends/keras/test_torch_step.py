@@ -58,6 +58,40 @@ def test_s12_a_skipped_step_moves_the_scale_and_the_seeds_alone(model: Any) -> N
     assert {"running/norm/moving_mean", "model/norm/gamma", "rng/dropout/seed_0"} <= changed(before, state)
 
 
+class Counting(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Adds one to each element of a variable that is below 1, in the dtype of the layer, in each call."""
+
+    def build(self, shape: Any) -> None:
+        start = keras.initializers.Constant(np.array([0.0, 1.0 + 2.0**-20], "float32"))
+        self.count = self.add_weight(shape=(2,), initializer=start, trainable=False, name="count")
+
+    def call(self, x: Any) -> Any:
+        count = keras.ops.convert_to_tensor(self.count)
+        self.dtypes = {count.dtype}
+        self.count.assign(keras.ops.where(count < 1.0, count + 1.0, count))
+        return x
+
+
+def test_s12_what_a_layer_in_16_bits_writes_is_kept_with_the_digits_of_what_it_left() -> None:
+    """Also after a call under a policy of its own, whose end leaves the step's own block in place."""
+    counting = Counting(name="counting")
+    model = keras.Sequential([keras.Input((4,)), counting, keras.layers.Dense(3, name="out")])
+
+    def twice(model: Any, batch: Any) -> Any:
+        polyamp.Policy("mixed_float16").autocast(model)(batch[0])
+        return loss_fn(model, batch)
+
+    state = polyamp.init(model, RECIPE)
+    state, _ = polyamp.train_step(twice, RECIPE)(state, rows(0))
+    assert counting.dtypes == {torch.float16}
+    kept = [1.0, 1.0 + 2.0**-20]
+    assert keras.ops.convert_to_numpy(counting.count).tolist() == kept
+    _, result = polyamp.train_step(loss_fn, RECIPE)(state, rows(1, gain=np.inf))
+    assert bool(result.skipped)
+    assert keras.ops.convert_to_numpy(counting.count).tolist() == kept
+    assert "_direct_assign" not in vars(counting.count)
+
+
 def test_the_paths_are_those_of_keras_on_tensorflow(model: Any) -> None:
     """Running statistics are parameters without a gradient there, and no optimizer has them."""
     state = polyamp.init(model, RECIPE)

@@ -110,9 +110,10 @@ class KerasAdapter(ModelAdapter):
         with contextlib.ExitStack() as stack:
             stack.enter_context(scope)
             stack.enter_context(warn_missing_regularization([adapter.record for adapter in adapters]))
-            for application in applications:
+            for engine, application in zip(engines, applications, strict=True):
                 stack.enter_context(EnsureUndo(application.restore))
                 application.put()
+                stack.enter_context(engine.watch_layers())
             yield
 
     def view(self, params: Any, running: RunningState) -> Any:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.parity.trace.observer import DropoutCount
+from polyamp.parity.trace.observer import DropoutCount, UniformSource
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
 from polyamp_jax.models.libraries import LIBRARIES, library_of
+from polyamp_jax.porting.libraries.porting_library import find_library
 
 _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
 """Attributes of flax layers: the compute dtype and the parameter dtype."""
@@ -44,6 +45,40 @@ class LibraryObserver:
         """
         return jax.tree.map(float64_leaf, model) if wide else model
 
+    def open_copy(self, model: Any, stack: contextlib.ExitStack, *, wide: bool, inference: bool) -> Any:
+        """Return a private copy of a model, in float64 if `wide`, in inference mode if `inference`, until `stack`
+        closes.
+
+        Raises:
+            ModelError: the model cannot be copied.
+        """
+        made = self.copy_model(model, wide=wide)
+        return find_library(made).inference_model(made, stack) if inference else made
+
+    def arrays(self, model: Any) -> Mapping[str, Any]:
+        """Return name -> array of everything that a model contains."""
+        return find_library(model).arrays(model)
+
+    def tag_layers(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around a pass in which the layers of a model that cast by themselves tag inputs and
+        outputs, by the paths of `polyamp.port`."""
+        return contextlib.nullcontext()
+
+    def tag_figures(self, model: Any, *, outputs: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around a pass in which the layers of a model that cast by themselves tag what a
+        monitor measures: the figures of their products in 8 bits, and with `outputs` their outputs."""
+        return contextlib.nullcontext()
+
+    def disable_model_dropout(
+        self, model: Any, draws: UniformSource | None, others: contextlib.AbstractContextManager[DropoutCount]
+    ) -> contextlib.AbstractContextManager[DropoutCount]:
+        """Return the context manager of `Observer.disable_dropout` for a model; `others` is that of all libraries."""
+        return others
+
+    def without_policies(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which a model has none of the policies that were applied to it."""
+        return contextlib.nullcontext()
+
 
 def observer_of(model: Any) -> LibraryObserver:
     """Return the observer of a model's library."""
@@ -53,7 +88,7 @@ def observer_of(model: Any) -> LibraryObserver:
 
 
 def loaded_observers() -> list[LibraryObserver]:
-    """Return the observers of the libraries that the program has imported; Keras, whose layers cast, has none."""
+    """Return the observers of the libraries that the program has imported, but of Keras, which acts on one model."""
     loaded = [lib for lib in LIBRARIES if not lib.applies_policy and compat.loaded_module(lib.module) is not None]
     return [library.file_in("observe.library_observers").OBSERVER for library in loaded]
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from polyamp.monitor.slots import MonitorSelection, OutputFigures, check_selected_outputs, output_limits
 from polyamp_jax import compat
 from polyamp_jax.observe.capture import TaggingEngine
+from polyamp_jax.observe.jax_only.library_observer import observer_of
 from polyamp_jax.observe.jax_only.output_tags import inline_program, run_equations, tag_module_outputs, tagged_paths
 from polyamp_jax.precision.interpreter.float8_products import PRODUCT_TAG, measures_products
 from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE
@@ -42,7 +43,7 @@ class TaggedFigures:
 
     def __init__(self, selection: MonitorSelection) -> None:
         self.selection = selection
-        self.engine_class: type[PolicyEngine] = TaggingEngine if selection.activations else PolicyEngine
+        self.engine_class: type[PolicyEngine] = _OutputEngine if selection.activations else _ProductEngine
 
     @contextlib.contextmanager
     def tagged(self) -> Iterator[None]:
@@ -78,6 +79,22 @@ class TaggedFigures:
         found: Found = {}
         out = _ProductMeasurement().run(program.jaxpr, program.consts, [cotangent], found)
         return out, {path: each.sums for path, each in found.items()}
+
+
+class _OutputEngine(TaggingEngine):
+    """Engine of a model whose modules tag their outputs, and its products in 8 bits."""
+
+    def watch_layers(self) -> contextlib.AbstractContextManager[None]:
+        model = self.view()
+        return observer_of(model).tag_figures(model, outputs=True)
+
+
+class _ProductEngine(PolicyEngine):
+    """Engine of a model whose products in 8 bits are tagged."""
+
+    def watch_layers(self) -> contextlib.AbstractContextManager[None]:
+        model = self.view()
+        return observer_of(model).tag_figures(model, outputs=False)
 
 
 class _TagMeasurement:

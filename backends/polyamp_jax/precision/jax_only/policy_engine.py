@@ -128,6 +128,11 @@ class PolicyEngine:
         self._refuse_lost_writes()
         return self._pass.running
 
+    def watch_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around `loss_fn` in which the layers of a model that cast by themselves
+        (`ModelAdapter.applies_policy`) are watched; here they are not."""
+        return contextlib.nullcontext()
+
     def view(self) -> Any:
         """Return the model from which attributes are read, after the calls so far."""
         return self._current_pass().view()

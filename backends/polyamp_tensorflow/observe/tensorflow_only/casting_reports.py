@@ -20,17 +20,15 @@ import tensorflow as tf
 from polyamp.contract.casting_report import CastCount, CastingReport, OperationCount
 from polyamp.contract.optimized_program import optimized_instructions
 from polyamp.errors import UnsupportedError, describe_value
-from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.optimizers import sgd
-from polyamp.recipe.overrides import deciding_glob
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp_keras.models.layers import is_layer, list_layers
 from polyamp_keras.observe.layer_products import read_pass
+from polyamp_keras.observe.operation_rules import operation_rule
 from polyamp_keras.porting.inventory import read_keras_model
-from polyamp_keras.precision.float8_layers import PRODUCT_REASONS
-from polyamp_keras.precision.layer_dtypes import LayerDtype, choose_layer_dtypes
+from polyamp_keras.precision.layer_dtypes import choose_layer_dtypes
 from polyamp_keras.precision.policy_application import without_policies
 from polyamp_tensorflow.observe import capture
 from polyamp_tensorflow.observe.model_copy import model_copy
@@ -76,7 +74,7 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
         paths = {id(each.layer): each.stable_path for each in list_layers(twin)} | dict(read_keras_model(twin).paths)
         choices = {paths.get(id(each.target)): each for each in choose_layer_dtypes(twin, state.plan)}
         notes = [] if alone else _record_backward(state, loss_fn, batch, recorder)
-    rows = [row._replace(rule=_rule(row, policy, choices.get(row.module))) for row in recorder.rows()]
+    rows = [row._replace(rule=operation_rule(row, policy, choices.get(row.module))) for row in recorder.rows()]
     casts = [CastCount(source, target, count) for (source, target), count in sorted(recorder.casts.items())]
     return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows}, notes)
 
@@ -156,26 +154,6 @@ def _record_backward(state: Any, loss_fn: Any, batch: Any, recorder: OpDtypeReco
 def _reason(error: Exception) -> str:
     text = " ".join(_STYLE.sub("", str(error)).split())[:_REASON_LENGTH]
     return f"{type(error).__name__}: {text}"
-
-
-def _rule(row: OperationCount, policy: Policy, choice: LayerDtype | None) -> str:
-    """Return the rule of a row in the words of `OperationCount`; `choice` is that of the layer, if it has one."""
-    why = "" if choice is None else choice.why
-    if row.rule == "compute" and why.startswith(PRODUCT_REASONS):
-        return why
-    if row.module and deciding_glob(policy.overrides, row.module) is not None:
-        return "override"
-    if policy.compute not in HALF_DTYPES:
-        return "off"
-    if row.direction == "backward":
-        return "follow"
-    if choice is not None and why == "op_rules":
-        return f"{'float32' if choice.dtype == 'float32' else 'compute'} (op_rules)"
-    if row.rule == "compute":
-        return "compute" if row.dtype == policy.compute else "compute (uncast)"
-    if row.rule == "follow":
-        return "follow"
-    return "float32" if row.dtype == "float32" else "float32 (uncast)"
 
 
 def _ignore(path: str, what: str, array: Any, dtype: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp_keras.engines.torch import keep_assignments
 from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.interrupts import close_stale_blocks as close_stale_keras_blocks
 from polyamp_keras.models.layers import build_by_call, is_built
@@ -43,6 +44,7 @@ class KerasPolicyModule(BoundKerasModel):
 
     _in_step: bool
     _template: PolicyTemplate
+    _variables: list[Any]
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class KerasPolicyModule(BoundKerasModel):
         super().__init__(model, plan, parameters, whole)
         self._in_step = in_step if whole is None else whole._in_step
         self._template = PolicyTemplate(model, plan) if whole is None else whole._template
+        self._variables = [*getattr(model, "variables", ())] if whole is None else whole._variables
         self._depth = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +70,7 @@ class KerasPolicyModule(BoundKerasModel):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Context manager in which the layers follow the policy."""
+        """Context manager in which the layers follow the policy, and what they assign to variables is kept."""
         close_stale_blocks()
         close_stale_keras_blocks()
         application = self._template.application()
@@ -78,7 +81,7 @@ class KerasPolicyModule(BoundKerasModel):
             while bound.count(self) > before:
                 bound.remove(self)
 
-        with EnsureUndo(undo):
+        with EnsureUndo(undo), keep_assignments(self._variables):
             application.put()
             bound.append(self)
             self._depth = _foreign_nesting()
