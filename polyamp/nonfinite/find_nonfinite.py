@@ -39,6 +39,10 @@ _STEEP: Final = frozenset(
     | {"asin", "acos", "atanh", "tan", _ROOT}
 )
 """Functions whose derivative can be infinite, by the names that the frameworks have, in lower case."""
+_LIST_HINT: Final = (
+    "polyamp: find_nonfinite takes one batch. Received: batch, a list of {}. If it is the list of micro-batches of a "
+    "step with accumulate_steps, pass one of them: find_nonfinite(loss_fn, policy, model, batch[0])."
+)
 
 
 def find_nonfinite(
@@ -61,7 +65,7 @@ def find_nonfinite(
         loss_fn: `loss_fn(model, batch)`.
         policy: the policy, or its spelling.
         model: as `polyamp.init` takes it; `state.model` in the middle of a training.
-        batch: one batch.
+        batch: one batch; of a list of micro-batches, one of them.
         loss_scale: the factor of the loss in the backward pass; by default that with which the policy's scaler begins.
         backend: its name, if the model does not determine it.
         **options: of `polyamp.init`.
@@ -123,7 +127,12 @@ def _run_pass(
             if name.startswith("model/") and not np.isfinite(np.asarray(value, np.float64)).all():
                 name = name.removeprefix("model/")
                 return msgspec.structs.replace(empty, origin="parameters", module=name)
-        record = observer.capture_pass(state, loss_fn, batch, on_capture)
+        try:
+            record = observer.capture_pass(state, loss_fn, batch, on_capture)
+        except Exception as error:
+            if isinstance(batch, list):
+                error.add_note(_LIST_HINT.format(len(batch)))
+            raise
         finite = np.isfinite(record.loss)
         found = _backward_report(empty, values, record.gradients) if finite else None
         if finite and found is None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from polyamp.contract import registry
 from polyamp.errors import PortError, join_first
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.converter import Evaluation
@@ -39,7 +40,8 @@ class Batch:
     """Inputs for a check, one for each side if they differ.
 
     Args:
-        source: an array, a tuple of positional arguments or a mapping of keyword arguments, of NumPy arrays.
+        source: an array, a tuple of positional arguments or a mapping of keyword arguments, of NumPy arrays or of a
+            framework's, which are copied to NumPy.
         target: the same for the target; by default the source's, with the channels of images moved to the target's
             position.
         outputs: largest accepted relative error of outputs.
@@ -59,7 +61,17 @@ class Batch:
     @classmethod
     def of(cls, check: Any) -> Batch:
         """Return the batch for the user's `check` argument."""
-        return check if isinstance(check, Batch) else cls(check)
+        given = check if isinstance(check, Batch) else cls(check)
+        source, target = (map_tree(_host_array, each) for each in (given.source, given.target))
+        return dataclasses.replace(given, source=source, target=target)
+
+
+def _host_array(leaf: Any) -> Any:
+    """Return a framework's array as a NumPy array, which models of every framework take; another value as it is."""
+    if isinstance(leaf, np.ndarray | np.generic) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    backend = registry.backend_of_type(type(leaf))
+    return leaf if backend is None or str(leaf.dtype).startswith("key<") else backend.to_numpy(leaf)
 
 
 def compare_evaluations(

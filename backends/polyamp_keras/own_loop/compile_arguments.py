@@ -12,6 +12,7 @@ from typing import Any, Final
 from polyamp.errors import RecipeError, UnsupportedError, did_you_mean
 from polyamp.recipe.recipe import Recipe
 from polyamp_keras.compat import is_keras_code
+from polyamp_keras.models.keras_serialization import PUBLIC_MODULE
 
 _EXECUTION_ARGUMENTS: Final = ("run_eagerly", "steps_per_execution", "jit_compile")
 """Arguments that can also be set as attributes of a model."""
@@ -52,8 +53,8 @@ def check_compile_arguments(model: Any, arguments: Mapping[str, Any], more: Mapp
     if "optimizer" not in own and not takes_all:
         raise UnsupportedError(
             f"{type(model).__qualname__}.compile takes no optimizer=, which polyamp makes by the recipe. Call it "
-            "yourself with polyamp_tensorflow.LossScaleOptimizer objects around the optimizers, and put the policy on "
-            f"with polyamp_tensorflow.apply_policy. Received: a compile of {', '.join(own) or 'nothing'}."
+            f"yourself with {PUBLIC_MODULE}.LossScaleOptimizer objects around the optimizers, and put the policy on "
+            f"with {PUBLIC_MODULE}.apply_policy. Received: a compile of {', '.join(own) or 'nothing'}."
         )
     for name in (*arguments, *more):
         if not takes_all and name not in (*own, *_EXECUTION_ARGUMENTS):
@@ -66,7 +67,7 @@ def check_compile_arguments(model: Any, arguments: Mapping[str, Any], more: Mapp
     if missing:
         raise RecipeError(
             f"{type(model).__qualname__}.compile needs {', '.join(f'{name}=' for name in missing)}. Give it to "
-            "polyamp_tensorflow.compile, which hands it on."
+            f"{PUBLIC_MODULE}.compile, which hands it on."
         )
 
 

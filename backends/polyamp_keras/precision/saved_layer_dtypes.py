@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyamp.errors import ModelError
+from polyamp_keras.models.keras_serialization import PUBLIC_MODULE
 from polyamp_keras.models.layers import LayerEntry, is_container, list_layers, own_class
 from polyamp_keras.precision.layer_dtypes import LayerDtype, functional_operations
 
@@ -61,7 +62,7 @@ def layer_dtypes_from_rows(model: Any, rows: Sequence[Sequence[Any]]) -> list[La
             raise ModelError(
                 f"load_model: the file's policy names {row.path or 'the model itself'!r} ({row.kind}), which the model "
                 f"that Keras built from the file does not have. Received: {known}. Load it with the class "
-                "that saved it, or build the model by hand, load its weights and call polyamp_tensorflow.compile or "
+                f"that saved it, or build the model by hand, load its weights and call {PUBLIC_MODULE}.compile or "
                 "apply_policy again."
             )
         target, module, _ = entry

@@ -122,9 +122,9 @@ class GradScaler(ScalerState):
         """Name parameters in reports as `module.named_parameters()` does, and return the scaler. The reference is weak.
         Optimizers built from `named_parameters()` have names without this call. A `polyamp.Monitor` reads the loop's
         steps (S35) under the policy that the loop computes in; an iteration ends with `update()`."""
-        self._loop.names.add(module)
-        if monitor is not None:
+        if monitor is not None:  # first, because it may refuse the module
             self._monitoring = LoopMonitor(module, monitor, Recipe(policy=policy, scaler=self._scaler))
+        self._loop.names.add(module)
         return self
 
     @disable_compile  # a graph break under torch.compile, as with torch's: the hook would be retraced at every step

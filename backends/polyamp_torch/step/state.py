@@ -79,7 +79,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
             complex ones it is the dtype of both parts.
         buffer_owners: the modules that own buffers, for `buffers.snapshot`.
         writes: the parameters that forward passes write to.
-        turn: lock that serialises steps, exports and restores.
+        lock: lock that serialises steps, exports and restores.
         watch: schedule of the host's checks for a stuck scale (S17).
         graphs: the losses whose graphs lead only to the state's own parameters.
         replicas: the processes that train the model together.

@@ -12,7 +12,7 @@ import pytest
 
 import polyamp
 import polyamp_keras
-from polyamp.errors import LossScaleError, LossScaleStuckError, UnsupportedError
+from polyamp.errors import LossScaleError, LossScaleStuckError, RecipeError, UnsupportedError
 
 RECIPE = polyamp.Recipe(
     policy="mixed_bfloat16",
@@ -146,6 +146,38 @@ def test_scale_loss_that_is_forgotten_is_an_error() -> None:
     variable = keras.Variable([1.0])
     with pytest.raises(LossScaleError, match=r"scale_loss\(\) was not"):
         optimizer.apply([keras.ops.ones((1,))], [variable])
+
+
+class Built(keras.Model):  # type: ignore[misc]  # Keras is untyped
+    def __init__(self) -> None:
+        super().__init__()
+        self(np.ones((1, 2)))
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+class TwoOptimizers(Built):
+    def compile(self, d_optimizer: Any) -> None:
+        super().compile()
+
+
+class Needs(Built):
+    def compile(self, optimizer: Any, alpha: float) -> None:
+        super().compile(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "name"),
+    [
+        (TwoOptimizers, UnsupportedError, "LossScaleOptimizer objects"),
+        (Needs, RecipeError, "compile, which hands it on"),
+    ],
+)
+def test_s20_messages_name_the_package_of_this_backend(kind: Any, error: Any, name: str, backend: str) -> None:
+    package = "polyamp_tensorflow" if backend == "tensorflow" else "polyamp_keras"
+    with pytest.raises(error, match=f"{package}.{name}"):
+        polyamp_keras.compile(kind(), RECIPE)
 
 
 def test_what_is_not_supported_is_refused_by_name(model: Any, backend: str) -> None:

@@ -45,6 +45,18 @@ def test_arguments_in_another_order_are_refused_with_the_call_to_write() -> None
         polyamp.explain(loss_fn, recipe, model, x)
 
 
+def test_a_list_of_micro_batches_gets_a_hint() -> None:
+    model, x = MLP.random([2, 1], seed=0), np.ones((1, 2), np.float32)
+
+    def loss_fn(model: object, x: object) -> object:
+        return polyamp.losses.mean_squared_error(model(x["x"]), x["x"][:, :1])
+
+    with pytest.raises(TypeError) as error:
+        polyamp.find_nonfinite(loss_fn, "mixed_float16", model, [{"x": x}, {"x": x}])
+    assert "Received: batch, a list of 2." in error.value.__notes__[-1]
+    assert "find_nonfinite(loss_fn, policy, model, batch[0])" in error.value.__notes__[-1]
+
+
 def test_a_range_says_where_nothing_is_finite() -> None:
     values = {"dtype": "float16", "least": 0.0, "greatest": 2.0, "elements": 4}
     assert str(ValueRange(**values, nonfinite=0)) == "float16 from 0 to 2"

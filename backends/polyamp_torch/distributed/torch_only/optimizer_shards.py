@@ -49,16 +49,31 @@ class OptimizerShards:
             parameters: the parameters that have gradients.
             grads: the local part of each gradient, set as `.grad` of the local tensors.
         """
+        given = []
+        try:
+            for p, grad in zip(parameters, grads, strict=True):
+                given.append(self._set_grad(p, grad))
+            with self._local_contents(optimizer):
+                yield
+        finally:
+            for tensor in given:
+                if tensor is not None:
+                    tensor.grad = None
+
+    def _set_grad(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+        """Set a gradient where the update reads it; return the tensor to clear afterwards, None for none."""
+        local: torch.Tensor = self.plain(parameter)
+        local.grad = grad
+        return None if local is parameter else local
+
+    @contextlib.contextmanager
+    def _local_contents(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Context manager in which the optimizer's groups and slots are the local ones."""
         if self._changed(optimizer):
             self._update_lists(optimizer)
         groups, state = optimizer.param_groups, optimizer.state
         whole = [group["params"] for group in groups]
-        given = []
         try:
-            for p, grad in zip(parameters, grads, strict=True):
-                local = self.plain(p)
-                local.grad = grad
-                given.append((p, local))
             for group, part in zip(groups, self._lists, strict=True):
                 group["params"] = part
             optimizer.state = self._state
@@ -67,9 +82,6 @@ class OptimizerShards:
             optimizer.state = state
             for group, part in zip(groups, whole, strict=True):
                 group["params"] = part
-            for p, local in given:
-                if local is not p:
-                    local.grad = None
 
     def _changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the optimizer's tensors differ from those of the last `_update_lists`."""
@@ -93,20 +105,12 @@ class WholeTensors(OptimizerShards):
     def plain(self, tensor: Any) -> Any:
         return tensor
 
-    @contextlib.contextmanager
-    def inside(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.Tensor] = (),
-        grads: Sequence[torch.Tensor] = (),
-    ) -> Iterator[None]:
-        try:
-            for p, grad in zip(parameters, grads, strict=True):
-                p.grad = _as_shard_of(p, grad)
-            yield
-        finally:
-            for p in parameters:
-                p.grad = None
+    def _set_grad(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+        parameter.grad = _as_shard_of(parameter, grad)
+        return parameter
+
+    def _local_contents(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _as_shard_of(parameter: Any, local: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import polyamp
 import polyamp_torch
+from polyamp.errors import UnsupportedError
 from polyamp.monitor.records import MonitorRecord
+from tests import ranks
 
 SCALER = polyamp.LossScaler(init_scale=2.0**10, growth_interval=4)
 
@@ -32,11 +37,16 @@ def loss_fn(model: Any, batch: Any) -> torch.Tensor:
     return ((model(batch[0]).float() - batch[1]) ** 2).mean()
 
 
-def own_loop(*, unscale: bool, **options: Any) -> list[MonitorRecord]:
-    model, monitor = network(), polyamp.Monitor(every=1, weights=True)
+def own_loop(
+    *, unscale: bool, wrap: Callable[[Any], Any] = lambda model: model, rank: int | None = None, **options: Any
+) -> list[MonitorRecord]:
+    """Records of a loop; those of a rank of two have half of the rows of each batch."""
+    model, monitor = wrap(network()), polyamp.Monitor(every=1, weights=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, **options)
     scaler = polyamp_torch.GradScaler(SCALER).watch(model, monitor)
     for batch in batches():
+        if rank is not None:
+            batch = tuple(part[4 * rank :][:4] for part in batch)
         with torch.autocast("cpu", torch.float16):
             loss = loss_fn(model, batch)
         scaler.scale(loss).backward()
@@ -135,3 +145,50 @@ def test_s35_a_copy_of_a_scaler_tells_no_monitor() -> None:
         each.update()
         optimizer.zero_grad()
     assert [record.call for record in monitor.records] == [1]
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model[0])  # type: ignore[index]  # a Sequential
+    return fully_shard(model)  # type: ignore[return-value]  # torch has a mixin here
+
+
+def shards(rank: int) -> tuple[dict[bool, list[MonitorRecord]], list[str]]:
+    """Records under `fully_shard` with and without `unscale_`, and what is said of flat parameters of FSDP1."""
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: FSDP1 is deprecated
+        for original in (False, True):
+            flat = FullyShardedDataParallel(nn.Linear(6, 8), use_orig_params=original, device_id=torch.device("cpu"))
+            with pytest.raises(UnsupportedError) as error:
+                polyamp_torch.GradScaler(SCALER).watch(flat, polyamp.Monitor())
+            said.append(str(error.value))
+    return {unscale: own_loop(unscale=unscale, wrap=sharded, rank=rank) for unscale in (False, True)}, said
+
+
+def test_s35_shards_have_the_figures_of_one_process_and_flat_parameters_are_refused() -> None:
+    """The loss is each rank's own (its rows'), whose mean is that of all rows."""
+    alone = own_loop(unscale=False)
+    found = ranks.run(shards, 2, timeout=240.0)
+    for unscale in (False, True):
+        pairs = zip(*[records[unscale] for records, _ in found], alone, strict=True)
+        for first, second, one in pairs:
+            assert first.skipped is second.skipped is one.skipped
+            if one.skipped:
+                continue
+            assert (first.loss + second.loss) / 2 == pytest.approx(one.loss, rel=1e-2)
+            for record in (first, second):
+                assert (record.call, record.step, record.scale, record.next_scale, record.skips, record.word) == (
+                    one.call, one.step, one.scale, one.next_scale, one.skips, one.word
+                )  # fmt: skip
+                assert record.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+                assert [each.module for each in record.modules] == ["0", "2"]
+                for own, wanted in zip(record.modules, one.modules, strict=True):
+                    for kind in ("gradients", "weights"):
+                        assert getattr(own, kind).elements == getattr(wanted, kind).elements
+                        assert getattr(own, kind).norm == pytest.approx(getattr(wanted, kind).norm, rel=2e-2)
+                    assert own.update_ratio == pytest.approx(wanted.update_ratio, rel=2e-2)
+    for _, said in found:
+        assert len(said) == 2
+        for message in said:
+            assert "Received: FullyShardedDataParallel (FSDP1)" in message
+            assert "Use torch's fully_shard (FSDP2), or leave out the monitor." in message

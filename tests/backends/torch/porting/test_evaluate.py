@@ -12,6 +12,7 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import PortError
+from polyamp.porting.check import Batch
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp_torch.porting.converter import CONVERTER
 
@@ -161,3 +162,14 @@ def test_s30_the_gradient_of_a_tied_array_is_the_sum_of_those_of_two(tied: tuple
     assert max(report.checked.gradients.values()) < 1e-5
     with pytest.raises(PortError, match="the gradient of table/table differs"):
         polyamp.port(source, TiedModel(tied=tied[1], factor=0.5), check=tokens)
+
+
+def test_a_check_takes_tensors_of_any_dtype_for_a_target_of_another_framework() -> None:
+    """As NumPy arrays: JAX's embeddings refuse a tensor of integers."""
+    given = Batch.of(({"ids": torch.tensor([[1, 2]])}, torch.ones(2, requires_grad=True)))
+    ids, weights = given.source[0]["ids"], given.source[1]
+    assert (type(ids), ids.dtype, ids.tolist()) == (np.ndarray, np.int64, [[1, 2]])
+    assert (type(weights), weights.dtype) == (np.ndarray, np.float32)
+    assert given.target is None
+    both = Batch.of(Batch(np.ones(2), torch.ones(2, dtype=torch.bool), outputs=1e-3))
+    assert (both.target.dtype, both.outputs) == (np.bool_, 1e-3)
