@@ -320,6 +320,13 @@ def set_fit_state(model: Any, state: Any) -> None:
     model._jax_state = dict(zip(names, state, strict=True))
 
 
+def free_state_shapes(model: Any) -> dict[str, Callable[..., Any]]:
+    """Return what lets a step of `fit` on JAX return more values than the model has variables, for `replace_methods`:
+    before 3.13 Keras places each of them by the sharding of a variable."""
+    name = "_enforce_jax_state_sharding"
+    return {name: lambda *state, **named: (*state, *named.values())} if hasattr(model, name) else {}
+
+
 def set_build_function(model: Any, build: Callable[..., None]) -> None:
     """Make `fit` call `build(model, iterator=None, data_batch=None)` before its first batch, in place of Keras's own
     `_maybe_symbolic_build`, which builds the model, its metrics and its losses if necessary."""

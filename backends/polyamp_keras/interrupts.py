@@ -1,4 +1,4 @@
-"""Context manager whose undo runs even if a `KeyboardInterrupt` skips the end of the block.
+"""Context manager whose undo runs even if a `KeyboardInterrupt` skips the end of the block; `replace_methods`.
 
 A `KeyboardInterrupt` can arrive between any two lines: between a change and the `try` that undoes it, or inside a
 `finally`. Temporary changes of a step are the layers' policies, a recording tape and an optimizer's methods. Each is
@@ -12,9 +12,9 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 _OPEN_BLOCKS: Final[list[EnsureUndo]] = []
 
@@ -82,3 +82,19 @@ def _owner_frame() -> FrameType | None:
     ):
         frame = frame.f_back
     return frame
+
+
+@contextlib.contextmanager
+def replace_methods(model: Any, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager in which an object has other methods, by name."""
+    before = {name: vars(model)[name] for name in methods if name in vars(model)}
+    try:
+        for name, method in methods.items():
+            setattr(model, name, method)
+        yield
+    finally:
+        for name in methods:
+            if name in before:
+                setattr(model, name, before[name])
+            else:
+                delattr(model, name)

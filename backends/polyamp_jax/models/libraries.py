@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final, NamedTuple
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import ModelError, UnsupportedError, describe_value
 from polyamp_jax import compat
 from polyamp_jax.models.adapter import ModelParts, describe_kind
 
@@ -70,6 +70,18 @@ def library_of(model: Any) -> Library | None:
             return library
     is_pair = isinstance(model, tuple) and len(model) == 2 and callable(first)
     return FUNCTIONS if is_pair else None
+
+
+def require_library(model: Any) -> Library:
+    """Return the library of a model.
+
+    Raises:
+        ModelError: the object is no model, or only a part of one.
+    """
+    library = library_of(model)
+    if library is None:
+        raise ModelError(f"model must be {ACCEPTED_MODELS}. Received: {describe_value(model)}.")
+    return library
 
 
 def is_model(target: Any) -> bool:

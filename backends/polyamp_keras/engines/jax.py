@@ -17,8 +17,9 @@ from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.compat import is_keras_code, is_nnx_enabled, set_fit_state
+from polyamp_keras.compat import free_state_shapes, is_keras_code, is_nnx_enabled, set_fit_state
 from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
+from polyamp_keras.interrupts import replace_methods
 
 FRAMEWORK: Final = "JAX"
 DTYPE_ERRORS: Final = ()
@@ -307,21 +308,13 @@ def monitored_train_step(model: Any, step: Callable[..., Any], figures: Any) -> 
 def _append_losses(model: Any, count: int) -> Iterator[None]:
     """Context manager in which `compute_loss_and_updates` of a model returns its loss, before it is scaled, behind the
     `count` other variables of the model, and behind the losses of earlier passes."""
-    own = model.compute_loss_and_updates
-    if not is_keras_code(own):
-        yield
-        return
+    own, methods = model.compute_loss_and_updates, free_state_shapes(model)
 
     def compute(weights: Any, others: Any, *arguments: Any, **options: Any) -> Any:
         scaled, (loss, output, after, metrics) = own(weights, others[:count], *arguments, **options)
         return scaled, (loss, output, [*after, *others[count:], loss], metrics)
 
-    before = vars(model).get("compute_loss_and_updates")
-    model.compute_loss_and_updates = compute
-    try:
+    if is_keras_code(own):
+        methods["compute_loss_and_updates"] = compute
+    with replace_methods(model, methods):
         yield
-    finally:
-        if before is None:
-            del model.compute_loss_and_updates
-        else:
-            model.compute_loss_and_updates = before

@@ -6,6 +6,8 @@ dtype.
 
 from __future__ import annotations
 
+from typing import Final
+
 from polyamp.contract.casting_report import OperationCount
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.overrides import deciding_glob
@@ -18,7 +20,7 @@ def operation_rule(row: OperationCount, policy: Policy, choice: LayerDtype | Non
     """Return the rule of a row in the words of `OperationCount`.
 
     Args:
-        row: the operations, whose `rule` is the op list that names them.
+        row: the operations, whose `rule` is the op list that names them, or the family of sensitive ones.
         policy: the policy.
         choice: what was chosen for the layer; None for operations of no layer.
     """
@@ -35,6 +37,10 @@ def operation_rule(row: OperationCount, policy: Policy, choice: LayerDtype | Non
         return f"{'float32' if choice.dtype == 'float32' else 'compute'} (op_rules)"
     if row.rule == "compute":
         return "compute" if row.dtype == policy.compute else "compute (uncast)"
-    if row.rule == "float32":
-        return "float32" if row.dtype == "float32" else "float32 (uncast)"
-    return row.rule
+    if row.rule in _OF_OPERANDS:
+        return row.rule
+    return "float32" if row.dtype == "float32" else "float32 (uncast)"
+
+
+_OF_OPERANDS: Final = ("follow", "promote", "opaque", "unknown")
+"""Rules of operations that no list casts. What is in neither of them, nor in "compute", is sensitive."""

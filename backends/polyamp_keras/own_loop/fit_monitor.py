@@ -18,6 +18,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp_keras.arrays import read_value
 from polyamp_keras.compat import is_keras_code
 from polyamp_keras.engine import ENGINE
+from polyamp_keras.interrupts import replace_methods
 from polyamp_keras.models.layers import own_class
 from polyamp_keras.models.variables import model_variables
 from polyamp_keras.own_loop.fit_checks import scaling_optimizer
@@ -209,17 +210,14 @@ class _MonitoredFunction:
         if selection in self._monitored:
             return
         model = self._model
-        figures, step = model.optimizer.make_figures(model, selection), vars(model).get("train_step")
-        model.train_step = ENGINE.monitored_train_step(model, model.train_step, figures)
+        figures = model.optimizer.make_figures(model, selection)
+        step = ENGINE.monitored_train_step(model, model.train_step, figures)
         try:
-            model.make_train_function(force=True)
+            with replace_methods(model, {"train_step": step}):
+                model.make_train_function(force=True)
             self._monitored[selection] = (model.train_function, figures)
         finally:
             model.train_function = self
-            if step is None:
-                del model.train_step
-            else:
-                model.train_step = step
 
 
 def _to_numpy(value: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from polyamp.parity.trace.observer import DropoutCount, UniformSource
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
-from polyamp_jax.models.libraries import LIBRARIES, library_of
+from polyamp_jax.models.libraries import LIBRARIES, require_library
 from polyamp_jax.porting.libraries.porting_library import find_library
 
 _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
@@ -81,9 +81,12 @@ class LibraryObserver:
 
 
 def observer_of(model: Any) -> LibraryObserver:
-    """Return the observer of a model's library."""
-    library: Any = library_of(model)
-    found: LibraryObserver = library.file_in("observe.library_observers").OBSERVER
+    """Return the observer of a model's library.
+
+    Raises:
+        ModelError: the object is no model, or only a part of one.
+    """
+    found: LibraryObserver = require_library(model).file_in("observe.library_observers").OBSERVER
     return found
 
 

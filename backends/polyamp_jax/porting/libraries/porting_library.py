@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import ModelError, describe_value
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp_jax.models.libraries import ACCEPTED_MODELS, library_of
+from polyamp_jax.models.libraries import require_library
 
 
 class RecordCall(Protocol):
@@ -79,7 +78,4 @@ def find_library(model: Any) -> PortingLibrary:
     Raises:
         ModelError: the object is no model, or only a part of one.
     """
-    library = library_of(model)
-    if library is None:
-        raise ModelError(f"model must be {ACCEPTED_MODELS}. Received: {describe_value(model)}.")
-    return cast("PortingLibrary", library.file_in("porting.libraries"))
+    return cast("PortingLibrary", require_library(model).file_in("porting.libraries"))
