@@ -60,6 +60,9 @@ class KerasEngine(Protocol):
     def to_dense(self, gradient: Any, like: Any, /) -> Any:
         """Return the gradient of a variable as a dense tensor."""
 
+    def divide(self, gradients: Sequence[Any], divisor: Any, /) -> list[Any]:
+        """Return gradients, at least float32, over a float32 scalar."""
+
     def kernel_update(self, spec: Any, rate: Any, counts: Any, /) -> Any:
         """Return the framework's own update of a parameter by a spec, a function; None if it has none."""
 
@@ -124,8 +127,11 @@ class StepEngine(KerasEngine, Protocol):
     def copy_value(self, variable: Any, /) -> Any:
         """Return a Keras variable's value, which later writes do not change."""
 
-    def global_norm_and_finite(self, gradients: Sequence[Any], /) -> tuple[Any, Any, Any]:
-        """Return the global L2 norm, whether all gradients are finite, and each one's largest magnitude, a vector."""
+    def largest_magnitudes(self, gradients: Sequence[Any], /) -> Any:
+        """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
+
+    def global_norm(self, gradients: Sequence[Any], magnitudes: Any, /) -> Any:
+        """Return the global L2 norm of gradients, given their largest magnitudes."""
 
     def check_fit(self, jit_compile: Any, /) -> None:
         """Raise for ways of running `fit` that polyamp does not support."""

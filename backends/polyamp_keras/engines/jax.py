@@ -191,19 +191,31 @@ def copy_value(variable: Any) -> Any:
     return variable.value
 
 
-def global_norm_and_finite(gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the global L2 norm, whether all gradients are finite, and each gradient's largest magnitude, a vector.
+def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
+    """Return gradients over a scalar."""
+    return [gradient / divisor.astype(gradient.dtype) for gradient in gradients]
+
+
+def largest_magnitudes(gradients: Sequence[Any]) -> Any:
+    """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
+    return jnp.stack([jnp.max(jnp.abs(gradient), initial=0.0) for gradient in _in_one_dtype(gradients)])
+
+
+def global_norm(gradients: Sequence[Any], magnitudes: Any) -> Any:
+    """Return the global L2 norm, which is inf or NaN only if one of the gradients is.
 
     The gradients are divided by the largest magnitude before they are squared, so that no finite one overflows.
     """
-    dtype = jnp.float64 if any(gradient.dtype == jnp.float64 for gradient in gradients) else jnp.float32
-    wide = [gradient.astype(dtype) for gradient in gradients]
-    sizes = jnp.stack([jnp.max(jnp.abs(gradient), initial=0.0) for gradient in wide])
-    largest = jnp.max(sizes)
+    largest = jnp.max(magnitudes)
     usable = jnp.isfinite(largest) & (largest >= _SMALLEST)
     unit = jnp.where(usable, largest, jnp.ones_like(largest))
-    total = sum((jnp.sum(jnp.square(gradient / unit)) for gradient in wide), start=jnp.zeros((), dtype))
-    return unit * jnp.sqrt(total), jnp.isfinite(total), sizes
+    squares = (jnp.sum(jnp.square(gradient / unit)) for gradient in _in_one_dtype(gradients))
+    return unit * jnp.sqrt(sum(squares, start=jnp.zeros_like(unit)))
+
+
+def _in_one_dtype(gradients: Sequence[Any]) -> list[Any]:
+    dtype = jnp.float64 if any(gradient.dtype == jnp.float64 for gradient in gradients) else jnp.float32
+    return [gradient.astype(dtype) for gradient in gradients]
 
 
 def value_counts(values: Any, length: int) -> Any:

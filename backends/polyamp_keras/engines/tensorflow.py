@@ -189,6 +189,11 @@ def to_dense(gradient: Any, like: Any) -> Any:
     return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
 
 
+def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
+    """Return gradients over a scalar."""
+    return [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
+
+
 def host_values(variable: Any) -> HostArray:
     """Return the values of a variable, on the host without a copy."""
     return np.asarray(tf.convert_to_tensor(native_variable(variable)))

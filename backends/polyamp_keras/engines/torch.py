@@ -234,20 +234,36 @@ def copy_value(variable: Any) -> Any:
     return variable.value.detach().clone()
 
 
-def global_norm_and_finite(gradients: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the global L2 norm, whether all gradients are finite, and each gradient's largest magnitude, a vector.
+def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
+    """Return gradients over a scalar, one kernel for those of a dtype."""
+    if len({gradient.dtype for gradient in gradients}) == 1:
+        return list(foreach_divide(list(gradients), divisor.to(gradients[0].dtype)))
+    return [gradient / divisor.to(gradient.dtype) for gradient in gradients]
+
+
+def largest_magnitudes(gradients: Sequence[Any]) -> Any:
+    """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
+    wide = _in_one_dtype(gradients)
+    given = iter(foreach_norm([gradient for gradient in wide if gradient.numel()], math.inf))
+    return torch.stack([next(given) if gradient.numel() else gradient.new_zeros(()) for gradient in wide])
+
+
+def global_norm(gradients: Sequence[Any], magnitudes: Any) -> Any:
+    """Return the global L2 norm, which is inf or NaN only if one of the gradients is.
 
     The gradients are divided by the largest magnitude before they are squared, so that no finite one overflows.
     """
-    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-    wide = [gradient.to(dtype) for gradient in gradients]
-    given = iter(foreach_norm([gradient for gradient in wide if gradient.numel()], math.inf))
-    sizes = torch.stack([next(given) if gradient.numel() else gradient.new_zeros(()) for gradient in wide])
-    largest = sizes.max()
+    largest = magnitudes.max()
     usable = torch.isfinite(largest) & (largest >= _SMALLEST)
     unit = torch.where(usable, largest, torch.ones_like(largest))
-    total = torch.linalg.vector_norm(torch.stack(foreach_norm(foreach_divide(wide, unit), 2.0)))
-    return unit * total, torch.isfinite(total), sizes
+    return unit * torch.linalg.vector_norm(
+        torch.stack(foreach_norm(foreach_divide(_in_one_dtype(gradients), unit), 2.0))
+    )
+
+
+def _in_one_dtype(gradients: Sequence[Any]) -> list[Any]:
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    return [gradient.to(dtype) for gradient in gradients]
 
 
 def value_counts(values: Any, length: int) -> Any:

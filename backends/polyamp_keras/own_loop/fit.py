@@ -16,7 +16,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.models.layers import own_class
-from polyamp_keras.own_loop.fit_checks import replace_keras_wrapper, scaling_optimizer
+from polyamp_keras.own_loop.fit_checks import check_trained_variables, replace_keras_wrapper, scaling_optimizer
 from polyamp_keras.own_loop.fit_guard import check_compile, compile_with, install_functions, wrap_optimizer
 from polyamp_keras.own_loop.fit_loss_divisor import install_loss_counting, report_loss_divisors
 from polyamp_keras.own_loop.native_scaler import KerasLossScaleOptimizer
@@ -111,7 +111,8 @@ def _install_guard(model: Any, precision: str | None) -> None:
     model.train_step = ENGINE.guarded_train_step(model, step, KerasLossScaleOptimizer, _count_micro_batch)
     if ENGINE.LOSS_REACHES_APPLY:
         install_loss_counting(model)
-    install_functions(model, precision, _check_stuck if ENGINE.KEEPS_FIT_STATE else None)
+    checks = (_check_stuck, check_trained_variables) if ENGINE.KEEPS_FIT_STATE else (None, None)
+    install_functions(model, precision, *checks)
 
 
 SavedGuard.guard_model = staticmethod(_install_guard)

@@ -9,7 +9,8 @@ import keras
 from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.recipe import Recipe
-from polyamp_keras.models.layers import is_built
+from polyamp_keras.compat import is_keras_code, own_trainable_variables
+from polyamp_keras.models.layers import is_built, own_class
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
 
 
@@ -73,6 +74,25 @@ def scaling_optimizer(model: Any) -> Any:
             f"model.compile. Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
         )
     return optimizer
+
+
+def check_trained_variables(model: Any) -> None:
+    """Raise if the step of `fit` would give the optimizer another number of values than it was built for, where Keras
+    keeps the values in a state of its own: it refuses them after it took them out of the model's variables.
+
+    Raises:
+        ModelError: says what to do.
+    """
+    optimizer = model.optimizer
+    if not isinstance(optimizer, ScaledOptimizer) or not is_keras_code(own_class(model).train_step):
+        return
+    built, now = len(own_trainable_variables(optimizer)), len(model.trainable_variables)
+    if built != now:
+        raise ModelError(
+            f"the model was compiled with {built} trainable variables, for which its optimizer was built. Received: "
+            f"{now} in fit. After model.quantize(), layer.enable_lora() or a change of `trainable`, compile the model "
+            "again: polyamp_keras.compile(model, recipe, loss=...)."
+        )
 
 
 def replace_keras_wrapper(model: Any, made: type[ScaledOptimizer]) -> None:

@@ -79,16 +79,22 @@ def compile_with(model: Any, plan: ResolvedPolicy, settings: Mapping[str, Any], 
     compile_model(model, {**settings, "auto_scale_loss": False}, more)
 
 
-def install_functions(model: Any, precision: str | None, check_stuck: StuckCheck | None) -> None:
+def install_functions(
+    model: Any,
+    precision: str | None,
+    check_stuck: StuckCheck | None,
+    check_variables: Callable[[Any], None] | None = None,
+) -> None:
     """Replace `make_train_function` and its like by ones that add the host's part of the guard, and note it for files.
 
     Args:
         model: the model.
         precision: `float32_matmul` of the policy.
         check_stuck: called after a train function, where a check of the scale is due; None if `apply` checks it.
+        check_variables: called with the model before each `fit`; None for nothing.
     """
     for name in CACHED_FUNCTIONS:
-        setattr(model, f"make_{name}", _function_maker(model, name, precision, check_stuck))
+        setattr(model, f"make_{name}", _function_maker(model, name, precision, check_stuck, check_variables))
         setattr(model, name, None)
     for setting in model_settings(model):
         if isinstance(setting, SavedGuard):
@@ -96,11 +102,19 @@ def install_functions(model: Any, precision: str | None, check_stuck: StuckCheck
     add_setting(model, SavedGuard(model, precision))
 
 
-def _function_maker(model: Any, name: str, precision: str | None, check_stuck: StuckCheck | None) -> Callable[..., Any]:
+def _function_maker(
+    model: Any,
+    name: str,
+    precision: str | None,
+    check_stuck: StuckCheck | None,
+    check_variables: Callable[[Any], None] | None,
+) -> Callable[..., Any]:
     own = getattr(own_class(model), f"make_{name}")
     watch = StuckScaleMonitor() if name == "train_function" else None
 
     def make(force: bool = False) -> Any:
+        if watch is not None and check_variables is not None:
+            check_variables(model)
         if getattr(model, name) is None or force:
             own(model, force)
             run = functools.partial(_run_guarded, model, getattr(model, name), precision, watch, check_stuck)

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from polyamp_keras.arrays import dtype_name, native_variable
+from polyamp_keras.engine import ENGINE
 from polyamp_keras.own_loop.scaler_state import ApplyCall, variable_indices, weight_sum
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 
@@ -30,7 +31,7 @@ def divide_by_scale(call: ApplyCall, gradients: list[Any]) -> tuple[list[Any], A
         count = keras.ops.where(count > 0.0, count, 1.0)
     if scaler.scales or state.sums:
         divisor = native_variable(state.scale.scale) * count if scaler.scales else keras.ops.convert_to_tensor(count)
-        gradients = [gradient / keras.ops.cast(divisor, dtype_name(gradient)) for gradient in gradients]
+        gradients = ENGINE.divide(gradients, divisor)
     if isinstance(call.optimizer.inner_optimizer, SpecOptimizer):
         gradients = call.optimizer.inner_optimizer.zero_waiting(call.variables, gradients)
     return gradients, weight

@@ -284,7 +284,8 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
                 raise GradientError(
                     f"gradients must be floating tensors. Received: {gradient!r} for {variable_name(variable)}."
                 )
-            wide.append(keras.ops.cast(gradient, at_least_float32(gradient)))
+            dtype = at_least_float32(gradient)
+            wide.append(gradient if dtype_name(gradient) == dtype else keras.ops.cast(gradient, dtype))
         used = [variable for _, variable in pairs]
         apply_or_accumulate(ApplyCall(self, self._state, self.current_share(), used, variables, unused), wide)
 

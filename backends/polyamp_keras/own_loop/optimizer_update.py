@@ -1,7 +1,7 @@
 """One call of `KerasLossScaleOptimizer.apply`: measure, decide, commit; without a wait for the device.
 
-    measure: [the accumulated sum] -> unscale -> norm and finite flag        (S7 to S10)
-    commit:  clip -> the inner optimizer; scale, accumulation                (S11 to S15)
+    measure: [the accumulated sum] -> unscale -> finite flag                 (S7 to S10)
+    commit:  [norm] clip -> the inner optimizer; scale, accumulation         (S11 to S15)
 
 `polyamp.rules.update_decision.decide` makes the decision. Where reading a flag waits, the inner optimizer runs and each
 variable that it may write is chosen between its old and its new value.
@@ -10,7 +10,7 @@ variable that it may write is chosen between its old and its new value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import keras
 
@@ -25,8 +25,6 @@ from polyamp_keras.own_loop.optimizer_checks import optimizer_members
 from polyamp_keras.own_loop.scaler_state import ApplyCall, is_last_micro_batch, next_rows, variable_indices
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 
-_NOT_MEASURED: Final = (None, None, None)
-
 
 def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     """Apply an update, or accumulate a micro-step. `gradients` of `call.variables` are dense and scaled."""
@@ -34,7 +32,9 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     sums, rows = add_to_sums(call, gradients), next_rows(call)
     unscaled, weight = divide_by_scale(call, sums)
     measures = optimizer.scaler.checks or optimizer.clip_norm is not None or optimizer.figures is not None
-    norm, finite, sizes = ENGINE.global_norm_and_finite(unscaled) if measures else _NOT_MEASURED
+    sizes = ENGINE.largest_magnitudes(unscaled) if measures else None
+    finite = keras.ops.isfinite(keras.ops.max(sizes)) if measures else None
+    norm = None if optimizer.figures is None else ENGINE.global_norm(unscaled, sizes)  # a clip computes its own
     stats = GradStats(norm, finite, weight)
     step = read_value(optimizer.iterations)
     decision = decide(optimizer.scaler, optimizer.scale_state, step, stats, [finite], "all", ENGINE.XP)
@@ -42,7 +42,7 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     last = is_last_micro_batch(call) if state.sums else None
     applies = decision.finite if last is None else last if decision.finite is None else last & decision.finite
     written = [*call.all_variables, *optimizer.inner_optimizer.variables]
-    update_if(applies, written, lambda: _run_inner(call, unscaled, norm))
+    update_if(applies, written, lambda: _run_inner(call, unscaled, sizes))
     if decision.finite is not None:
         skips = decision.skipped if last is None else last & decision.skipped
         for variable, value in zip(state.scale, decision.scale_state, strict=True):
@@ -74,7 +74,7 @@ def update_if(applies: Any, variables: Sequence[Any], body: Callable[[], None]) 
             variable.assign(keras.ops.where(applies, native_variable(variable), old))
 
 
-def _run_inner(call: ApplyCall, unscaled: list[Any], norm: Any) -> None:
+def _run_inner(call: ApplyCall, unscaled: list[Any], sizes: Any) -> None:
     """Clip the gradients and run the inner optimizer. Unused variables and their state do not change (S23)."""
     optimizer, inner = call.optimizer, call.optimizer.inner_optimizer
     unused = {id(variable) for variable in _never_used(call)}
@@ -86,9 +86,11 @@ def _run_inner(call: ApplyCall, unscaled: list[Any], norm: Any) -> None:
     if isinstance(inner, SpecOptimizer):
         sets = inner.clip_sets(variables, limits)
 
-    def norm_of(places: list[int]) -> Any:
-        return ENGINE.global_norm_and_finite([gradients[place] for place in places])[0]
+    def norm_of(own: list[Any], sizes: Any = None) -> Any:
+        return ENGINE.global_norm(own, ENGINE.largest_magnitudes(own) if sizes is None else sizes)
 
+    by_norm = len(sets) == 1 and sets[0].limits.norm is not None
+    norm = norm_of(unscaled, sizes) if by_norm else None
     averages = [
         (average, ENGINE.copy_value(average), keras.ops.equal(native_variable(member.iterations), 0))
         for member in optimizer_members(inner)
@@ -96,7 +98,8 @@ def _run_inner(call: ApplyCall, unscaled: list[Any], norm: Any) -> None:
         for variable, average in moving_averages(member)
         if id(variable) in unused
     ]
-    inner.apply(clip.clip_gradients(sets, gradients, norm, norm_of, ENGINE.XP), variables)
+    clipped = clip.clip_gradients(sets, gradients, norm, lambda at: norm_of([gradients[n] for n in at]), ENGINE.XP)
+    inner.apply(clipped, variables)
     for average, value, is_first in averages:  # the first update sets an average to the parameter
         average.assign(keras.ops.where(is_first, native_variable(average), value))
 
@@ -114,6 +117,8 @@ def _never_used(call: ApplyCall) -> list[Any]:
 
 
 def _write_not_finite(call: ApplyCall, skips: Any, sizes: Any) -> None:
+    if ENGINE.read_without_wait(skips) is False:
+        return
     variable, places = call.state.not_finite, variable_indices(call, call.variables)
     counts = keras.ops.cast(keras.ops.logical_not(keras.ops.isfinite(sizes)), "int32")
     new = keras.ops.zeros_like(native_variable(variable))
