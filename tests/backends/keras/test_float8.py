@@ -84,6 +84,18 @@ def test_s36_a_product_has_the_references_numbers(backend: str, settings: Float8
     float8_values.check_products(to_float32(out), to_float32(dx), to_float32(dw), settings)
 
 
+@pytest.mark.parametrize("value", float8_values.NOT_FINITE)
+def test_s36_infinity_or_nan_in_the_gradient_alone_is_not_cut(backend: str, value: float) -> None:
+    x, w, _ = float8_values.products()
+
+    def product(x: Any, w: Any) -> Any:
+        return multiply(keras.ops.cast(x, "bfloat16"), keras.ops.cast(w, "bfloat16"), SETTINGS[0])
+
+    out, gradients = gradients_of(backend, product, [x, w], float8_values.broken_gradient(value))
+    assert np.isfinite(to_float32(out)).all()
+    float8_values.check_broken_gradients(*map(to_float32, gradients))
+
+
 @pytest.mark.parametrize(
     ("equation", "shape", "kernel"),
     [

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import polyamp
 from polyamp.monitor.records import PRODUCT_OPERANDS
+from polyamp_jax.precision.interpreter.float8_products import quantize
 from tests.backends.jax.distributed.meshes import mesh
+from tests.fixtures import float8_values
 
 
 def policy(scaling: str) -> polyamp.Policy:
@@ -48,6 +50,28 @@ def test_s36_shards_have_the_scales_of_the_whole_batch(scaling: str, axis: int) 
     np.testing.assert_allclose(
         np.asarray(run(spread)), np.asarray(run(jnp.asarray(x))), rtol=0, atol=0 if axis == 0 else 2.0**-6
     )
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block32"])
+def test_s36_a_parameter_whose_features_are_sharded_has_the_scales_of_the_whole_one(scaling: str) -> None:
+    """Tensor parallel, the largest number on one device alone: scales and 8-bit numbers are the same bit for bit along
+    either axis, and so is the product of a parameter whose contracted axis is whole."""
+    w, devices = jnp.asarray(uneven(64).T.reshape(64, 64)), mesh()
+    columns = jax.device_put(w, NamedSharding(devices, P(None, devices.axis_names[0])))
+    run = jax.jit(quantize, static_argnums=(1, 2, 3))
+    for axis in (0, 1):
+        got, want = (run(each, "float8_e4m3fn", scaling, axis) for each in (columns, w))
+        np.testing.assert_array_equal(np.asarray(got.exponent), np.asarray(want.exponent))
+        np.testing.assert_array_equal(float8_values.bits(got.numbers), float8_values.bits(want.numbers))
+    x = jnp.asarray(uneven(16))
+
+    @jax.jit
+    def product(w: Any, x: Any) -> Any:
+        layer = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        layer.kernel[...] = w
+        return policy(scaling).autocast(layer)(x)
+
+    np.testing.assert_array_equal(np.asarray(product(columns, x)), np.asarray(product(w, x)))
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block32"])

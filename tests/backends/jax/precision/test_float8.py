@@ -58,6 +58,26 @@ def test_a_dense_layer_has_the_references_products(policy: Policy, on_the_left: 
     float8_values.check_products(out, dx, kernel_gradient(policy, w, x, g, on_the_left=on_the_left), policy.float8)
 
 
+@pytest.mark.parametrize("value", float8_values.NOT_FINITE)
+def test_s36_infinity_or_nan_in_the_gradient_alone_is_not_cut(value: float) -> None:
+    x, w, _ = float8_values.products()
+    g = float8_values.broken_gradient(value)
+    out, back = jax.vjp(lambda x, w: POLICY.replace(output="bfloat16").autocast(Dense(w))(x), jnp.asarray(x), w)
+    assert bool(jnp.isfinite(out).all())
+    float8_values.check_broken_gradients(*back(jnp.asarray(g, jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("narrow", [POLICY, ROW], ids=("tensor", "row"))
+def test_s36_what_is_saved_of_operands_is_in_8_bits(narrow: Policy) -> None:
+    saved = {}
+    x, w = jnp.ones((1024, 256)), jnp.ones((256, 256))
+    for policy in (narrow, HALF):
+        chosen = policy.replace(output="bfloat16")
+        _, back = jax.vjp(lambda x, w, chosen=chosen: chosen.autocast(Dense(w))(x), x, w)
+        saved[policy] = sum(each.nbytes for each in jax.tree.leaves(back))
+    assert saved[narrow] <= 0.55 * saved[HALF]
+
+
 def test_s36_blocks_of_several_contracted_axes_have_the_order_of_the_parameter() -> None:
     """x (40, 4, 16) by w (16, 4, 96): the blocks are those of w's first axis and then its second."""
     x, w, g = float8_values.products()

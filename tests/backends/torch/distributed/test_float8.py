@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import polyamp
 from polyamp.monitor.records import PRODUCT_OPERANDS
@@ -72,6 +75,27 @@ def figures(rank: int, world: int) -> dict[str, tuple[list[Any], list[Any]]]:
         records = [(each.module, each.products) for each in monitor.records[0].modules]
         found[name] = records, [whole(p).detach().numpy().copy() for p in state.parameters.values()]
     return found
+
+
+def tensor_parallel(rank: int, world: int) -> tuple[str, bool]:
+    """What a step raises for a column and a row parallel layer, and whether the shards of parameters are as before."""
+    plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    made = recipe(FLOAT8)
+    state = polyamp.init(parallelize_module(layers(), init_device_mesh("cpu", (world,)), plan), made)
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in state.parameters.values()]
+    before = [each.detach().clone() for each in shards]
+    error = ""
+    try:
+        polyamp.train_step(mean_loss, made)(state, (torch.ones(8, 16), torch.ones(8, 16), torch.ones(8, 1)))
+    except polyamp.UnsupportedError as refused:
+        error = str(refused)
+    return error, all(map(torch.equal, before, shards))
+
+
+def test_s36_tensor_parallel_layers_are_refused_and_nothing_is_updated() -> None:
+    for error, same in ranks.run(tensor_parallel, 2, 2, timeout=180.0):
+        assert error.startswith("float8: a product of tensors that are sharded over processes (DTensor) has no scale")
+        assert same
 
 
 def test_s36_ranks_have_the_bits_and_the_figures_of_micro_batches() -> None:
