@@ -109,8 +109,9 @@ class WholeTensors(OptimizerShards):
         parameter.grad = _as_shard_of(parameter, grad)
         return parameter
 
-    def _local_contents(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _local_contents(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        yield
 
 
 def _as_shard_of(parameter: Any, local: torch.Tensor) -> torch.Tensor:
