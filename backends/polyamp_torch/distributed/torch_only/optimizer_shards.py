@@ -50,15 +50,15 @@ class OptimizerShards:
             grads: the local part of each gradient, set as `.grad` of the local tensors.
         """
         given = []
-        try:
-            for p, grad in zip(parameters, grads, strict=True):
-                given.append(self._set_grad(p, grad))
-            with self._local_contents(optimizer):
+        with self._local_contents(optimizer):  # first: it brings the local tensors up to date
+            try:
+                for p, grad in zip(parameters, grads, strict=True):
+                    given.append(self._set_grad(p, grad))
                 yield
-        finally:
-            for tensor in given:
-                if tensor is not None:
-                    tensor.grad = None
+            finally:
+                for tensor in given:
+                    if tensor is not None:
+                        tensor.grad = None
 
     def _set_grad(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """Set a gradient where the update reads it; return the tensor to clear afterwards, None for none."""
