@@ -13,6 +13,7 @@ import torch
 
 from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_keras.arrays import native_variable
@@ -197,7 +198,7 @@ def keep_assignments(variables: Sequence[Any]) -> AbstractContextManager[None]:
 def _assign(variable: Any, value: Any) -> None:
     whole, dtype = stored_value(variable), getattr(torch, variable.dtype)
     with torch.no_grad():
-        if dtype in (torch.float16, torch.bfloat16) and whole.dtype != dtype:
+        if variable.dtype in HALF_DTYPES and whole.dtype != dtype:
             is_narrow = torch.all(value.to(dtype).to(value.dtype) == value)
             value = torch.where(is_narrow & (value == whole.to(dtype).to(value.dtype)), whole, value)
         whole.copy_(value)
