@@ -111,8 +111,8 @@ def _install_guard(model: Any, precision: str | None) -> None:
     model.train_step = ENGINE.guarded_train_step(model, step, KerasLossScaleOptimizer, _count_micro_batch)
     if ENGINE.LOSS_REACHES_APPLY:
         install_loss_counting(model)
-    checks = (_check_stuck, check_trained_variables) if ENGINE.KEEPS_FIT_STATE else (None, None)
-    install_functions(model, precision, *checks)
+    keeps = ENGINE.KEEPS_FIT_STATE
+    install_functions(model, precision, _check_stuck if keeps else None, check_trained_variables if keeps else None)
 
 
 SavedGuard.guard_model = staticmethod(_install_guard)
