@@ -127,11 +127,11 @@ class StepEngine(KerasEngine, Protocol):
     def copy_value(self, variable: Any, /) -> Any:
         """Return a Keras variable's value, which later writes do not change."""
 
-    def largest_magnitudes(self, gradients: Sequence[Any], /) -> Any:
-        """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
+    def finite_flags(self, gradients: Sequence[Any], /) -> Any:
+        """Return for each gradient whether all of its elements are finite, a boolean vector."""
 
-    def global_norm(self, gradients: Sequence[Any], magnitudes: Any, /) -> Any:
-        """Return the global L2 norm of gradients, given their largest magnitudes."""
+    def global_norm(self, gradients: Sequence[Any], /) -> Any:
+        """Return the global L2 norm of gradients, over the range of float32: inf or NaN only if one of them is."""
 
     def check_fit(self, jit_compile: Any, /) -> None:
         """Raise for ways of running `fit` that polyamp does not support."""

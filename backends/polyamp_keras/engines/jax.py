@@ -29,6 +29,8 @@ LOSS_REACHES_APPLY: Final = False
 KEEPS_FIT_STATE: Final = True
 ONE_DTYPE_CODE: Final = ""
 _SMALLEST: Final = 2.0**-126
+_LOWEST_SQUARES: Final = 2.0**-60
+"""A sum of squares below it may have lost squares that are too small for float32."""
 """Smallest normal float32; XLA flushes smaller values to zero."""
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
 """`Policy.float32_matmul` -> JAX's name; XLA uses the nearest precision that the device has."""
@@ -196,21 +198,51 @@ def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
     return [gradient / divisor.astype(gradient.dtype) for gradient in gradients]
 
 
-def largest_magnitudes(gradients: Sequence[Any]) -> Any:
-    """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
-    return jnp.stack([jnp.max(jnp.abs(gradient), initial=0.0) for gradient in _in_one_dtype(gradients)])
+def finite_flags(gradients: Sequence[Any]) -> Any:
+    """Return for each gradient whether all of its elements are finite, a boolean vector.
+
+    A maximum over many numbers loses a NaN under XLA, and a sum does not. On a CPU a sum of squares is quicker than one
+    of flags, so the flags are computed only if a sum is not finite. On a GPU the host would wait for that choice.
+    """
+    wide = _in_one_dtype(gradients)
+    return jax.lax.platform_dependent(wide, cpu=_flags_by_squares, default=_exact_flags)
 
 
-def global_norm(gradients: Sequence[Any], magnitudes: Any) -> Any:
+def _exact_flags(gradients: Sequence[Any]) -> Any:
+    return jnp.stack([jnp.all(jnp.isfinite(gradient)) for gradient in gradients])
+
+
+def _flags_by_squares(gradients: Sequence[Any]) -> Any:
+    sums = jnp.stack(_sums_of_squares(gradients))
+    known = jnp.ones(len(gradients), bool)
+    return jax.lax.cond(jnp.all(jnp.isfinite(sums)), lambda _: known, _exact_flags, gradients)
+
+
+def global_norm(gradients: Sequence[Any]) -> Any:
     """Return the global L2 norm, which is inf or NaN only if one of the gradients is.
 
-    The gradients are divided by the largest magnitude before they are squared, so that no finite one overflows.
+    Where a sum of squares leaves the range of float32, the gradients are divided by the largest magnitude before they
+    are squared.
     """
-    largest = jnp.max(magnitudes)
+    wide = _in_one_dtype(gradients)
+    return jax.lax.platform_dependent(wide, cpu=_norm_by_squares, default=_scaled_norm)
+
+
+def _norm_by_squares(gradients: Sequence[Any]) -> Any:
+    total = jnp.stack(_sums_of_squares(gradients)).sum()
+    in_range = jnp.isfinite(total) & (total >= _LOWEST_SQUARES)
+    return jax.lax.cond(in_range, lambda _: jnp.sqrt(total), _scaled_norm, gradients)
+
+
+def _scaled_norm(gradients: Sequence[Any]) -> Any:
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(gradient), initial=0.0) for gradient in gradients]))
     usable = jnp.isfinite(largest) & (largest >= _SMALLEST)
     unit = jnp.where(usable, largest, jnp.ones_like(largest))
-    squares = (jnp.sum(jnp.square(gradient / unit)) for gradient in _in_one_dtype(gradients))
-    return unit * jnp.sqrt(sum(squares, start=jnp.zeros_like(unit)))
+    return unit * jnp.sqrt(jnp.stack(_sums_of_squares([gradient / unit for gradient in gradients])).sum())
+
+
+def _sums_of_squares(gradients: Sequence[Any]) -> list[Any]:
+    return [jnp.sum(jnp.square(gradient)) for gradient in gradients]
 
 
 def _in_one_dtype(gradients: Sequence[Any]) -> list[Any]:

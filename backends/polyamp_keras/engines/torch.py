@@ -242,24 +242,27 @@ def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
     return [gradient / divisor.to(gradient.dtype) for gradient in gradients]
 
 
-def largest_magnitudes(gradients: Sequence[Any]) -> Any:
-    """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
-    wide = _in_one_dtype(gradients)
-    given = iter(foreach_norm([gradient for gradient in wide if gradient.numel()], math.inf))
-    return torch.stack([next(given) if gradient.numel() else gradient.new_zeros(()) for gradient in wide])
+def finite_flags(gradients: Sequence[Any]) -> Any:
+    """Return for each gradient whether all of its elements are finite, a boolean vector."""
+    return torch.isfinite(_largest_magnitudes(_in_one_dtype(gradients)))
 
 
-def global_norm(gradients: Sequence[Any], magnitudes: Any) -> Any:
+def global_norm(gradients: Sequence[Any]) -> Any:
     """Return the global L2 norm, which is inf or NaN only if one of the gradients is.
 
     The gradients are divided by the largest magnitude before they are squared, so that no finite one overflows.
     """
-    largest = magnitudes.max()
+    wide = _in_one_dtype(gradients)
+    largest = _largest_magnitudes(wide).max()
     usable = torch.isfinite(largest) & (largest >= _SMALLEST)
     unit = torch.where(usable, largest, torch.ones_like(largest))
-    return unit * torch.linalg.vector_norm(
-        torch.stack(foreach_norm(foreach_divide(_in_one_dtype(gradients), unit), 2.0))
-    )
+    return unit * torch.linalg.vector_norm(torch.stack(foreach_norm(foreach_divide(wide, unit), 2.0)))
+
+
+def _largest_magnitudes(gradients: Sequence[Any]) -> Any:
+    """Return each gradient's largest magnitude, a vector: NaN or inf if one of its elements is."""
+    given = iter(foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf))
+    return torch.stack([next(given) if gradient.numel() else gradient.new_zeros(()) for gradient in gradients])
 
 
 def _in_one_dtype(gradients: Sequence[Any]) -> list[Any]:

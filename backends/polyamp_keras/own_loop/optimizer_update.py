@@ -32,9 +32,9 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     sums, rows = add_to_sums(call, gradients), next_rows(call)
     unscaled, weight = divide_by_scale(call, sums)
     measures = optimizer.scaler.checks or optimizer.clip_norm is not None or optimizer.figures is not None
-    sizes = ENGINE.largest_magnitudes(unscaled) if measures else None
-    finite = keras.ops.isfinite(keras.ops.max(sizes)) if measures else None
-    norm = None if optimizer.figures is None else ENGINE.global_norm(unscaled, sizes)  # a clip computes its own
+    flags = ENGINE.finite_flags(unscaled) if measures else None
+    finite = keras.ops.all(flags) if measures else None
+    norm = None if optimizer.figures is None else ENGINE.global_norm(unscaled)  # a clip computes its own
     stats = GradStats(norm, finite, weight)
     step = read_value(optimizer.iterations)
     decision = decide(optimizer.scaler, optimizer.scale_state, step, stats, [finite], "all", ENGINE.XP)
@@ -42,14 +42,14 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     last = is_last_micro_batch(call) if state.sums else None
     applies = decision.finite if last is None else last if decision.finite is None else last & decision.finite
     written = [*call.all_variables, *optimizer.inner_optimizer.variables]
-    update_if(applies, written, lambda: _run_inner(call, unscaled, sizes))
+    update_if(applies, written, lambda: _run_inner(call, unscaled))
     if decision.finite is not None:
         skips = decision.skipped if last is None else last & decision.skipped
         for variable, value in zip(state.scale, decision.scale_state, strict=True):
             variable.assign(value if last is None else keras.ops.where(last, value, native_variable(variable)))
         state.skipped.assign(keras.ops.cast(skips, "int32"))
         if measures:
-            _write_not_finite(call, skips, sizes)
+            _write_not_finite(call, skips, flags)
     if last is not None:
         _accumulate(call, sums, rows, last)
     if figures is not None:
@@ -74,7 +74,7 @@ def update_if(applies: Any, variables: Sequence[Any], body: Callable[[], None]) 
             variable.assign(keras.ops.where(applies, native_variable(variable), old))
 
 
-def _run_inner(call: ApplyCall, unscaled: list[Any], sizes: Any) -> None:
+def _run_inner(call: ApplyCall, unscaled: list[Any]) -> None:
     """Clip the gradients and run the inner optimizer. Unused variables and their state do not change (S23)."""
     optimizer, inner = call.optimizer, call.optimizer.inner_optimizer
     unused = {id(variable) for variable in _never_used(call)}
@@ -86,11 +86,11 @@ def _run_inner(call: ApplyCall, unscaled: list[Any], sizes: Any) -> None:
     if isinstance(inner, SpecOptimizer):
         sets = inner.clip_sets(variables, limits)
 
-    def norm_of(own: list[Any], sizes: Any = None) -> Any:
-        return ENGINE.global_norm(own, ENGINE.largest_magnitudes(own) if sizes is None else sizes)
+    def norm_of(places: list[int]) -> Any:
+        return ENGINE.global_norm([gradients[place] for place in places])
 
     by_norm = len(sets) == 1 and sets[0].limits.norm is not None
-    norm = norm_of(unscaled, sizes) if by_norm else None
+    norm = ENGINE.global_norm(unscaled) if by_norm else None
     averages = [
         (average, ENGINE.copy_value(average), keras.ops.equal(native_variable(member.iterations), 0))
         for member in optimizer_members(inner)
@@ -98,8 +98,7 @@ def _run_inner(call: ApplyCall, unscaled: list[Any], sizes: Any) -> None:
         for variable, average in moving_averages(member)
         if id(variable) in unused
     ]
-    clipped = clip.clip_gradients(sets, gradients, norm, lambda at: norm_of([gradients[n] for n in at]), ENGINE.XP)
-    inner.apply(clipped, variables)
+    inner.apply(clip.clip_gradients(sets, gradients, norm, norm_of, ENGINE.XP), variables)
     for average, value, is_first in averages:  # the first update sets an average to the parameter
         average.assign(keras.ops.where(is_first, native_variable(average), value))
 
@@ -116,11 +115,11 @@ def _never_used(call: ApplyCall) -> list[Any]:
     return [variable for variable, place in zip(call.unused, places, strict=True) if not used[place]]
 
 
-def _write_not_finite(call: ApplyCall, skips: Any, sizes: Any) -> None:
+def _write_not_finite(call: ApplyCall, skips: Any, flags: Any) -> None:
     if ENGINE.read_without_wait(skips) is False:
         return
     variable, places = call.state.not_finite, variable_indices(call, call.variables)
-    counts = keras.ops.cast(keras.ops.logical_not(keras.ops.isfinite(sizes)), "int32")
+    counts = keras.ops.cast(keras.ops.logical_not(flags), "int32")
     new = keras.ops.zeros_like(native_variable(variable))
     new = keras.ops.scatter_update(new, keras.ops.array(places)[:, None], counts)
     variable.assign(keras.ops.where(skips, new, native_variable(variable)))

@@ -30,9 +30,9 @@ def test_s11_a_norm_is_computed_only_where_it_clips(backend: str, monkeypatch: p
     calls: list[int] = []
     of_keras = ENGINE.global_norm
 
-    def counted(gradients: Any, magnitudes: Any) -> Any:
+    def counted(gradients: Any) -> Any:
         calls.append(len(gradients))
-        return of_keras(gradients, magnitudes)
+        return of_keras(gradients)
 
     monkeypatch.setattr(ENGINE, "global_norm", counted)
 
@@ -52,3 +52,38 @@ def test_s11_a_norm_is_computed_only_where_it_clips(backend: str, monkeypatch: p
         pytest.approx([0.0, -0.8], rel=1e-6),
     ]
     assert calls == [2]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_s10_one_number_among_many_that_is_not_finite_skips(backend: str, compiled: bool) -> None:
+    """Under XLA the maximum of as many numbers is that of the others, where one is NaN."""
+    variables = [keras.Variable(np.ones(size, "float32"), name=f"v{size}") for size in (3, 2**16)]
+    optimizer = polyamp_keras.LossScaleOptimizer(polyamp.sgd(1.0), polyamp.LossScaler(init_scale=4.0))
+    optimizer.build(variables)
+
+    def update(gradients: Any) -> None:
+        optimizer.scale_loss(keras.ops.ones(()))
+        optimizer.apply(gradients, variables)
+
+    def update_on_jax(gradients: Any) -> None:
+        import jax
+
+        optimizer.scale_loss(keras.ops.ones(()))
+        state = ([v.value for v in optimizer.variables], gradients, [v.value for v in variables])
+        weights, state = jax.jit(optimizer.stateless_apply)(*state)
+        for variable, value in zip([*variables, *optimizer.variables], [*weights, *state], strict=True):
+            variable.assign(value)
+
+    run = update_on_jax if backend == "jax" and compiled else update
+    if backend == "tensorflow" and compiled:
+        import tensorflow as tf
+
+        run = tf.function(update, jit_compile=True)
+    for number, bad in enumerate((np.nan, np.inf, -np.inf)):
+        large = np.linspace(-1.0, 1.0, 2**16, dtype="float32")
+        large[1000 * number] = bad
+        run([keras.ops.convert_to_tensor(each) for each in (np.ones(3, "float32"), large)])
+        assert optimizer.skipped_steps == number + 1
+        assert [name.rsplit("/", 1)[-1] for name in optimizer.not_finite()] == ["v65536"]
+    for variable in variables:
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable.value), 1.0)
