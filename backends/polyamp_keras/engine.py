@@ -127,6 +127,10 @@ class StepEngine(KerasEngine, Protocol):
     def copy_value(self, variable: Any, /) -> Any:
         """Return a Keras variable's value, which later writes do not change."""
 
+    def update_if(self, applies: Any, written: Sequence[Any], read: Sequence[Any], body: Callable[[], None], /) -> None:
+        """Run `body`, which writes to Keras variables and reads these and others, if a flag is true that the host does
+        not know; else they keep their values bit for bit."""
+
     def finite_flags(self, gradients: Sequence[Any], /) -> Any:
         """Return for each gradient whether all of its elements are finite, a boolean vector."""
 

@@ -198,6 +198,31 @@ def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
     return [gradient / divisor.astype(gradient.dtype) for gradient in gradients]
 
 
+def update_if(applies: Any, written: Sequence[Any], read: Sequence[Any], body: Callable[[], None]) -> None:
+    """Run `body`, and take the values that it wrote or those from before by a flag on the device.
+
+    A program for a CPU branches: to choose each element it would copy every old tensor first. On another device the
+    host would wait for the branch.
+    """
+    before = [variable.value for variable in written]
+    if jax.default_backend() == "cpu":
+        after = jax.lax.cond(applies, lambda _: _written_values(written, read, body), lambda old: old, before)
+    else:
+        after = [
+            jnp.where(applies, new, old) for new, old in zip(_written_values(written, read, body), before, strict=True)
+        ]
+    for variable, value in zip(written, after, strict=True):
+        variable.assign(value)
+
+
+def _written_values(written: Sequence[Any], read: Sequence[Any], body: Callable[[], None]) -> list[Any]:
+    """Return the values that variables have after `body`, which changes none of them."""
+    known = {id(variable): (variable, variable.value) for variable in (*written, *read)}
+    with keras.StatelessScope(state_mapping=[*known.values()]) as scope:
+        body()
+        return [scope.get_current_value(variable) for variable in written]
+
+
 def finite_flags(gradients: Sequence[Any]) -> Any:
     """Return for each gradient whether all of its elements are finite, a boolean vector.
 

@@ -242,6 +242,14 @@ def divide(gradients: Sequence[Any], divisor: Any) -> list[Any]:
     return [gradient / divisor.to(gradient.dtype) for gradient in gradients]
 
 
+def update_if(applies: Any, written: Sequence[Any], read: Sequence[Any], body: Callable[[], None]) -> None:
+    """Run `body`, and choose each value that it wrote or the one from before by a flag on the device."""
+    before = [copy_value(variable) for variable in written]
+    body()
+    for variable, old in zip(written, before, strict=True):
+        variable.assign(torch.where(applies, native_variable(variable), old))
+
+
 def finite_flags(gradients: Sequence[Any]) -> Any:
     """Return for each gradient whether all of its elements are finite, a boolean vector."""
     return torch.isfinite(_largest_magnitudes(_in_one_dtype(gradients)))

@@ -4,12 +4,11 @@
     commit:  [norm] clip -> the inner optimizer; scale, accumulation         (S11 to S15)
 
 `polyamp.rules.update_decision.decide` makes the decision. Where reading a flag waits, the inner optimizer runs and each
-variable that it may write is chosen between its old and its new value.
+variable that it may write is chosen between its old and its new value; a program of JAX for a CPU branches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -41,8 +40,7 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     figures = None if optimizer.figures is None else optimizer.figures.begin(call, unscaled, decision.result(stats))
     last = is_last_micro_batch(call) if state.sums else None
     applies = decision.finite if last is None else last if decision.finite is None else last & decision.finite
-    written = [*call.all_variables, *optimizer.inner_optimizer.variables]
-    update_if(applies, written, lambda: _run_inner(call, unscaled))
+    _run_inner_if(applies, call, unscaled)
     if decision.finite is not None:
         skips = decision.skipped if last is None else last & decision.skipped
         for variable, value in zip(state.scale, decision.scale_state, strict=True):
@@ -56,22 +54,15 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
         figures.write()
 
 
-def update_if(applies: Any, variables: Sequence[Any], body: Callable[[], None]) -> None:
-    """Run `body`, which writes to Keras variables, if a flag is true; else they keep their values bit for bit.
-
-    Args:
-        applies: boolean scalar of the framework; None for always.
-        variables: all that `body` may write.
-        body: the writes.
-    """
+def _run_inner_if(applies: Any, call: ApplyCall, unscaled: list[Any]) -> None:
+    """Run the inner optimizer if a flag, a boolean scalar, is true or None; else no variable changes a bit."""
     known = True if applies is None else ENGINE.read_without_wait(applies)
-    if known is False:
-        return
-    before = [] if known else [ENGINE.copy_value(variable) for variable in variables]
-    body()
-    if not known:
-        for variable, old in zip(variables, before, strict=True):
-            variable.assign(keras.ops.where(applies, native_variable(variable), old))
+    inner = call.optimizer.inner_optimizer
+    if known is None:
+        written = [*call.all_variables, *inner.variables]
+        ENGINE.update_if(applies, written, call.optimizer.variables, lambda: _run_inner(call, unscaled))
+    elif known:
+        _run_inner(call, unscaled)
 
 
 def _run_inner(call: ApplyCall, unscaled: list[Any]) -> None:
