@@ -5,9 +5,6 @@ Two batches of 24 overflow, and the scale grows in between.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import pytest
 from keras import layers
 
 import polyamp
+from tests.backends.keras.other_process import start
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 OVERFLOWS = (5, 15)
@@ -80,14 +78,7 @@ def relative_distance(one: Any, other: Any) -> float:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Curves]:
     """The curves of each Keras backend."""
     folder = tmp_path_factory.mktemp("curves")
-    paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])  # noqa: PTH109  # entries are str
-    running = {
-        backend: subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder / f"{backend}.npz")],
-            env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": paths},
-        )
-        for backend in ("jax", "tensorflow")
-    }
+    running = {backend: start(PROGRAM, backend, folder, f"{backend}.npz") for backend in ("jax", "tensorflow")}
     found = {"torch": curves()}
     for backend, process in running.items():
         assert process.wait(timeout=600) == 0

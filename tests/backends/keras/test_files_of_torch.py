@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +9,13 @@ import numpy as np
 
 import polyamp
 from polyamp import porting
+from tests.backends.keras.other_process import start
 from tests.backends.keras.test_port import IMAGES, image_network
 
 _ON_TORCH = """
 import numpy as np
 from polyamp import porting
+from tests.backends.keras.other_process import start
 from tests.backends.keras.test_port import IMAGES, image_network
 
 model = image_network(7)
@@ -37,9 +36,7 @@ np.savez("arrays.npz", **{name.replace("/", "|"): each for name, each in state.b
 
 
 def run_on_torch(program: str, folder: Path) -> None:
-    paths = os.pathsep.join([*filter(None, sys.path), os.getcwd()])  # noqa: PTH109  # entries are str
-    settings = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", program], cwd=folder, env=settings, check=True)
+    assert start(program, "torch", folder).wait(timeout=300) == 0
 
 
 def trained(model: Any, steps: int = 3) -> Any:

@@ -1,5 +1,5 @@
-"""`polyamp.compare` and `find_nonfinite` of Keras models on JAX: beside a module of flax, and a module of torch in a
-process of its own; and what a monitor reads of their layers."""
+"""`polyamp.compare` of Keras models on JAX: beside a module of flax, and a module of torch in a process of its own; and
+what a monitor reads of their layers."""
 
 from __future__ import annotations
 
@@ -76,14 +76,6 @@ def test_beside_torch_in_a_process_of_its_own(tmp_path: Path) -> None:
     codes = [site.code for site in report.first.sites.values()]
     assert codes == ["mixed = mixed * torch.rsqrt(variance + epsilon)", "square = square + 1e-3"]
     assert report.first.sites["keras"].operation == "add", "JAX's name of it"
-
-
-def test_the_first_value_that_is_not_finite_is_found_at_its_layer() -> None:
-    large = layers.Lambda(lambda x: x * 1e30, name="large")
-    model = keras.Sequential([keras.Input((32,)), layers.Dense(3, name="first"), large, layers.Dense(2, name="last")])
-    found = polyamp.find_nonfinite(lambda model, x: keras.ops.mean(model(x)), "mixed_float16", model, X)
-    assert str(found).startswith("The first value that is not finite arises in the forward pass, in large.")
-    assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
 
 
 def test_s35_outputs_are_judged_by_layer() -> None:

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
 
 import polyamp
 from polyamp.errors import UnsupportedError
+from tests.fixtures.explained_network import BATCH, loss_fn, model
 
-
-class ByHand(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
-    """A softmax by hand, in the dtype of its input."""
-
-    def call(self, x: Any) -> Any:
-        powers = keras.ops.exp(x - keras.ops.max(x, -1, keepdims=True))
-        return powers / keras.ops.sum(powers, -1, keepdims=True)
-
-
-def model() -> Any:
-    layers = [
-        keras.layers.Dense(8, name="first"),
-        keras.layers.BatchNormalization(name="norm"),
-        ByHand(name="hand"),
-        keras.layers.Dense(8, name="kept"),
-        keras.layers.Dense(3, name="head"),
-    ]
-    return keras.Sequential([keras.Input((4,)), *layers])
-
-
-BATCH = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, np.int64)}
 POLICY = polyamp.Policy("mixed_bfloat16", overrides={"kept": "float32"})
-
-
-def loss_fn(model: Any, batch: Any) -> Any:
-    return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
 
 
 def test_each_operation_has_its_layer_dtype_and_rule_in_both_directions() -> None:

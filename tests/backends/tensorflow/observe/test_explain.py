@@ -14,35 +14,9 @@ import tensorflow as tf
 import polyamp
 from polyamp.contract.casting_comparison import compare_families
 from polyamp.errors import UnsupportedError
+from tests.fixtures.explained_network import BATCH, loss_fn, model
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
-
-
-class ByHand(keras.layers.Layer):
-    """A softmax by hand, in the dtype of its input."""
-
-    def call(self, x: Any) -> Any:
-        powers = tf.exp(x - tf.reduce_max(x, -1, keepdims=True))
-        return powers / tf.reduce_sum(powers, -1, keepdims=True)
-
-
-def model() -> Any:
-    keras.utils.set_random_seed(0)
-    layers = [
-        keras.layers.Dense(8, name="first"),
-        keras.layers.BatchNormalization(name="norm"),
-        ByHand(name="hand"),
-        keras.layers.Dense(8, name="kept"),
-        keras.layers.Dense(3, name="head"),
-    ]
-    return keras.Sequential([keras.Input((4,)), *layers])
-
-
-BATCH = {"x": np.ones((5, 4), np.float32), "y": np.zeros(5, np.int64)}
-
-
-def loss_fn(model: Any, batch: Any) -> Any:
-    return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
 
 
 def test_each_operation_has_its_layer_dtype_and_rule() -> None:
