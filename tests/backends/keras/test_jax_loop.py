@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -16,8 +18,6 @@ from tests.backends.keras.test_fit import RECIPE
 
 
 def test_a_jax_loop_of_ones_own_skips_whole_steps(model: Any, batches: Any) -> None:
-    import jax
-
     x, y = batches
     optimizer = polyamp_keras.LossScaleOptimizer(keras.optimizers.Adam(1e-2), polyamp.LossScaler(init_scale=64.0))
     optimizer.build(model.trainable_variables)
@@ -62,3 +62,24 @@ def test_distributions_and_nnx_are_refused(model: Any, monkeypatch: pytest.Monke
     with pytest.raises(UnsupportedError, match=r"nnx-enabled .* Unset KERAS_NNX_ENABLED"):
         polyamp_keras.compile(model, RECIPE, loss="mse")
     assert getattr(model, "optimizer", None) is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_s12_an_update_is_a_branch_on_a_cpu_and_a_choice_of_elements_elsewhere(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host would wait for a branch; on a CPU a choice copies every old tensor."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    written, read = keras.Variable(np.ones(3, "float32")), keras.Variable(np.float32(2.0))
+
+    def update(applies: Any, value: Any, factor: Any) -> Any:
+        with keras.StatelessScope(state_mapping=[(written, value), (read, factor)]) as scope:
+            ENGINE.update_if(applies, [written], [read], lambda: written.assign(written * read))
+            return scope.get_current_value(written)
+
+    program = str(jax.make_jaxpr(update)(True, jnp.ones(3), 5.0))
+    assert ("cond[" in program) is (platform == "cpu")
+    assert ("select_n" in program) is (platform == "gpu")
+    for applies, wanted in ((True, 15.0), (False, 3.0)):
+        after = jax.jit(update)(applies, jnp.full(3, 3.0), 5.0)
+        np.testing.assert_array_equal(after, np.full(3, wanted, "float32"))
