@@ -21,7 +21,9 @@ def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     {'a': 2}
     """
     if isinstance(tree, Mapping):
-        mapped = {key: map_tree(function, tree[key], *[other[key] for other in rest]) for key in tree}
+        mapped = {}
+        for key in tree:  # Python 3.11 calls a comprehension like a function
+            mapped[key] = map_tree(function, tree[key], *([other[key] for other in rest] if rest else ()))
         if type(tree) is dict or not isinstance(tree, MutableMapping):
             return mapped
         new = copy.copy(tree)  # a subclass's own __init__ may take other arguments

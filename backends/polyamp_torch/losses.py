@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,7 @@ from polyamp_torch.precision.torch_only.float32_islands import without_islands
 class TorchLosses:
     """`LossFunctions` for torch."""
 
-    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        return without_islands()  # autocast casts no arithmetic, and runs the functions used here in float32
+    in_float32 = staticmethod(without_islands)  # autocast casts no arithmetic, and runs the functions here in float32
 
     def wide(self, values: Any, like: torch.Tensor) -> torch.Tensor:
         return _to_float32(_as_tensor(values, like))
@@ -29,7 +27,7 @@ class TorchLosses:
         return self.wide(values, like).detach()
 
     def indices(self, labels: Any, like: torch.Tensor) -> torch.Tensor:
-        return _as_tensor(labels, like).long()
+        return (labels if isinstance(labels, torch.Tensor) else _as_tensor(labels, like)).long()
 
     def on_host(self, labels: Any) -> np.ndarray[Any, Any] | None:
         if isinstance(labels, np.ndarray):

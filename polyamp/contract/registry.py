@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +36,8 @@ _FOUND_PREFIX: Final = "polyamp found: "
 """Prefix of the line on which a probed backend reports its result."""
 _loaded_backends: dict[str, Backend] = {}
 """Backends used so far, by name."""
+_names_by_type: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+"""Type of an array or a model -> the name of its backend."""
 
 
 class BackendStatus(NamedTuple):
@@ -132,10 +135,14 @@ def _probe_status(name: str) -> BackendStatus:
 
 def _backend_name(kind: type) -> str | None:
     """Return the backend's name in `_loaded_backends`; None if the type does not determine it."""
+    known = _names_by_type.get(kind)
+    if known is not None:
+        return known
     backend = backend_of_type(kind)
     if backend is None:
         return None
-    return _loaded_backends.setdefault(backend.name, backend).name
+    name = _names_by_type[kind] = _loaded_backends.setdefault(backend.name, backend).name
+    return name
 
 
 # What torch.compiler.assume_constant_result sets, without the import of torch. Other frameworks ignore it.

@@ -67,7 +67,8 @@ def softmax_cross_entropy(
     0.5635
     """
     check_reduction(reduction)
-    check_smoothing(label_smoothing)
+    if label_smoothing:
+        check_smoothing(label_smoothing)
     losses = backend_of(logits).losses
     soft = check_labels(logits, labels)
     rows_shape = tuple(getattr(logits, "shape", ()))[:-1]

@@ -46,7 +46,7 @@ def check_has_rows(lengths: Iterable[int | None]) -> None:
         BatchError: there are arrays and all are empty.
     """
     found = list(lengths)
-    if found and not any(length != 0 for length in found):
+    if found and found.count(0) == len(found):
         raise BatchError(
             f"batch is empty: of its {len(found)} array{'s' if len(found) > 1 else ''} none has a row along axis 0. "
             "Leave the step out for such a batch, or have the loader drop it (drop_last=True, drop_remainder=True)."

@@ -197,4 +197,6 @@ def check_mean_terms(total: Any, count: Any) -> None:
 def _is_same_shape(one: Any, other: Any) -> bool:
     """Whether two shapes are compatible. A length that is unknown while tracing (None) matches any."""
     first, second = tuple(one), tuple(other)
+    if first == second:
+        return True
     return len(first) == len(second) and all(a == b or None in (a, b) for a, b in zip(first, second, strict=True))

@@ -203,11 +203,11 @@ def parse_loss_output(
     loss, aux = split_loss_and_aux(result)
     if weight is not None:
         return LossOutput(loss, aux, weight, None)
-    own = next((item for item in means if item.loss is loss), None)
-    if own is None:
-        return LossOutput(loss, aux, None, None)
-    nothing = not selects and own.count is None and isinstance(own.size, int) and own.size == 0
-    return LossOutput(loss, aux, 0.0 if nothing else own.count, own.size)
+    for own in means:
+        if own.loss is loss:
+            nothing = not selects and own.count is None and isinstance(own.size, int) and own.size == 0
+            return LossOutput(loss, aux, 0.0 if nothing else own.count, own.size)
+    return LossOutput(loss, aux, None, None)
 
 
 def is_sum_of_means(result: Any) -> bool:

@@ -90,7 +90,8 @@ def split_loss_and_aux(value: Any) -> tuple[Any, Any]:
         LossError: a tuple of another length, or a loss that is no array.
     """
     if not isinstance(value, tuple):
-        _check_is_array(value, "")
+        if not _is_array(value):
+            raise _no_array_error(value, "")
         return value, None
     if len(value) != 2:
         rest = " Put what is not the loss into one aux: (loss, (a, b)), or (loss, {'a': a})." if len(value) > 2 else ""
@@ -100,7 +101,8 @@ def split_loss_and_aux(value: Any) -> tuple[Any, Any]:
         raise LossError(
             f"{_RETURN_HINT} Received: a tuple of {describe_value(loss)} and an array. The loss first: (loss, aux)."
         )
-    _check_is_array(loss, " as the loss")
+    if not _is_array(loss):
+        raise _no_array_error(loss, " as the loss")
     return loss, aux
 
 
@@ -109,10 +111,8 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
 
 
-def _check_is_array(value: Any, where: str) -> None:
-    """Raise if the loss is not an array."""
-    if _is_array(value):
-        return
+def _no_array_error(value: Any, where: str) -> LossError:
+    """Return the error for a loss that is not an array."""
     said, advice = describe_value(value), ""
     if value is None:
         advice = " Is a `return` missing?"
@@ -130,7 +130,7 @@ def _check_is_array(value: Any, where: str) -> None:
         advice = " With a tuple, not a list: return loss, aux."
     elif callable(value):
         advice = " Did you mean to call it?"
-    raise LossError(f"{_RETURN_HINT} Received: {said}{where}.{advice}")
+    return LossError(f"{_RETURN_HINT} Received: {said}{where}.{advice}")
 
 
 def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tuple[str, Shape | None]]) -> None:

@@ -155,6 +155,8 @@ class TorchReplicas:
         end = len(parts) - 1
         alike = self.several and (self.engine.needs_equal_passes or narrow)
         more = count - len(parts) if alike else 0
+        if end == more == 0:
+            return [MicroBatchPass(parts[0])]
         found = [MicroBatchPass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
         return found + [MicroBatchPass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
 

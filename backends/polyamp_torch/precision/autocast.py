@@ -18,7 +18,7 @@ from polyamp.recipe.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, skip_compilation
+from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, open_mode_count, skip_compilation
 from polyamp_torch.precision.torch_only.autocast_argument_parsing import RegionError, parse_region_arguments
 from polyamp_torch.precision.torch_only.autocast_region_stack import (
     AutocastRegion,
@@ -136,14 +136,14 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            traced = _make_region(self._setting, matmul_precision(self._precision))
+            traced = region(self._setting, self._precision)
             traced.__enter__()
             OPEN_BLOCKS.traced.append(traced)
             return self
         close_stale_blocks()
         kind, self.prev_cache_enabled = self.device, torch.is_autocast_cache_enabled()
         self.prev, self.prev_fastdtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        block = AutocastRegion(self._setting, matmul_precision(self._precision))
+        block: Any = region(self._setting, self._precision)
         block.owner = weak_owner_reference(self)
         return block.__enter__(sys._getframe(1), self)  # type: ignore[no-any-return]  # it returns what it is given
 
@@ -178,7 +178,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _make_region(setting, matmul_precision(precision)):
+            with region(setting, precision):
                 return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
@@ -190,8 +190,22 @@ skip_compilation(autocast.__enter__, autocast.__exit__)
 
 def root_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
     """Return the region of a resolved policy in its compute dtype; the caller handles a model's overrides and casts."""
-    setting = _region_settings(plan.root, device_type, rule_changes(plan))
-    return _make_region(setting, matmul_precision(plan.float32_matmul))
+    return region(root_settings(plan, device_type), plan.float32_matmul)
+
+
+def root_settings(plan: ResolvedPolicy, device_type: str) -> RegionSettings:
+    """Return the settings of `root_region`."""
+    return _region_settings(plan.root, device_type, rule_changes(plan))
+
+
+def region(settings: RegionSettings, float32_matmul: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return a region with these settings, and the float32 matmul precision; None leaves that unchanged."""
+    precision = NULL_CONTEXT if float32_matmul is None else matmul_precision(float32_matmul)
+    if not torch.compiler.is_compiling():
+        return AutocastRegion(settings, precision)
+    if settings.enabled:
+        check_traced_rules(settings.device_type, settings.rules)
+    return _traced_region(settings, precision)
 
 
 def place_region(
@@ -202,7 +216,7 @@ def place_region(
     The weight cache is off: torch keys it by the tensor alone and shares it between threads. It can return weights from
     before an optimizer step, in another dtype, or without their gradient. See docs/explanation/torch_autocast.md.
     """
-    return _make_region(_region_settings(place, device_type, rules), NULL_CONTEXT)
+    return region(_region_settings(place, device_type, rules), None)
 
 
 def backward_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
@@ -225,31 +239,28 @@ def is_region_open(place: ModulePrecision, device_type: str, rules: RuleChanges)
     return (mode is None or mode.acting is place.kept) and (changed is None or changed.changes == wanted)
 
 
-def is_root_region_open(plan: ResolvedPolicy, device_type: str) -> bool:
-    """Return whether another `root_region` of this policy would change nothing. False in a traced function."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.is_autocast_cache_enabled()
-        and plan.float32_matmul in (None, torch.get_float32_matmul_precision())
-        and is_region_open(plan.root, device_type, rule_changes(plan))
-        and current_changes(device_type) == region_rules(plan.root.float8, device_type, rule_changes(plan))
-    )
+def is_open(settings: RegionSettings, float32_matmul: str | None) -> bool:
+    """Return whether another `region` with these arguments would change nothing. False in a traced function."""
+    kind = settings.device_type
+    if torch.compiler.is_compiling() or torch.is_autocast_cache_enabled():
+        return False
+    if float32_matmul not in (None, torch.get_float32_matmul_precision()):
+        return False
+    if torch.is_autocast_enabled(kind) is not settings.enabled:
+        return False
+    if settings.enabled:
+        islands_now = current_islands(kind)
+        if torch.get_autocast_dtype(kind) != settings.dtype:
+            return False
+        if islands_now is not None and islands_now.acting is not settings.acting:
+            return False
+    return (current_changes(kind) if open_mode_count() else ()) == settings.rules
 
 
 def _region_settings(place: ModulePrecision, device_type: str, rules: RuleChanges) -> RegionSettings:
     dtype = DTYPES[place.dtype] if place.mixes else None
     own = region_rules(place.float8, device_type, rules)
     return RegionSettings(device_type, dtype, place.mixes, place.kept, rules=own)
-
-
-def _make_region(
-    setting: RegionSettings, precision: contextlib.AbstractContextManager[None]
-) -> contextlib.AbstractContextManager[None]:
-    if not torch.compiler.is_compiling():
-        return AutocastRegion(setting, precision)
-    if setting.enabled:
-        check_traced_rules(setting.device_type, setting.rules)
-    return _traced_region(setting, precision)
 
 
 @contextlib.contextmanager

@@ -23,9 +23,9 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
-from polyamp_torch.precision.autocast import is_root_region_open, root_region
+from polyamp_torch.precision.autocast import is_open, region, root_settings
 from polyamp_torch.precision.cast_mode import ParameterCasts
-from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock
+from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock, RegionSettings
 from polyamp_torch.precision.torch_only.float8_products import check_device
 from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
@@ -51,6 +51,7 @@ class PolicyModule:
     _device: torch.device
     _overrides: dict[str, str]
     _installation: PolicyInstallation
+    _settings: RegionSettings
     _traced_masters: list[dict[str, torch.Tensor]]
     _frozen: frozenset[str]
     _checks_rules: bool
@@ -65,6 +66,7 @@ class PolicyModule:
             "_device": device,
             "_overrides": {paths[path]: path for path in plan.overridden},
             "_installation": PolicyInstallation(module, plan, device.type, overrides),
+            "_settings": root_settings(plan, device.type),
             "_traced_masters": [],
             "_checks_rules": bool(plan.op_rules) and plan.mixes,
             "_path": path_function(module),
@@ -162,8 +164,8 @@ class PolicyModule:
             return second._call_function(function, *args, **kwargs)
         installed = NULL_CONTEXT if inside else self.installed()
         around: contextlib.AbstractContextManager[None] = NULL_CONTEXT
-        if not (inside and (is_root_region_open(plan, self._device.type) or self._installation.is_overruled())):
-            around = root_region(plan, self._device.type)
+        if not (inside and (is_open(self._settings, plan.float32_matmul) or self._installation.is_overruled())):
+            around = self.region()
         try:
             with installed, around:
                 if plan.cast or plan.param == plan.compute != "float32":
@@ -193,7 +195,7 @@ class PolicyModule:
 
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Return the context manager around `loss_fn`: the region of the policy."""
-        return root_region(self._plan, self._device.type)
+        return region(self._settings, self._plan.float32_matmul)
 
     def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy what a forward pass wrote to casts of parameters to the parameters, in mode "cast".

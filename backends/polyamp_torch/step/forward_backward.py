@@ -18,7 +18,7 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, detach_leaf, dtype_name, to_device
-from polyamp_torch.compat import NULL_CONTEXT, foreach_mul_, local_tensor_of
+from polyamp_torch.compat import foreach_mul_, local_tensor_of
 from polyamp_torch.distributed.replicas import guard_states
 from polyamp_torch.precision.autocast import backward_region, matmul_precision
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
@@ -41,6 +41,10 @@ from polyamp_torch.step.torch_only.random_state import generator_states, restore
 
 NamedGradients = dict[str, torch.Tensor | None]
 _LAYOUT: Final = operator.attrgetter("layout")
+_GRAD: Final = operator.attrgetter("grad")
+_BOUND: Final = operator.attrgetter("bound")
+_READER: Final = operator.attrgetter("reader")
+_ADDS_LOSSES: Final = operator.attrgetter("adds_losses")
 _STRIDED_LAYOUTS: Final = {torch.strided}
 
 
@@ -86,7 +90,7 @@ def stash_grads(parameters: Sequence[torch.Tensor], *, used_up: bool = False) ->
         parameters: the parameters whose gradients are stashed.
         used_up: leave None on exit instead, unless the block fails.
     """
-    held = [p.grad for p in parameters]
+    held = list(map(_GRAD, parameters))
     if any(map(operator.is_not, held, itertools.repeat(None))):
         for p in parameters:
             p.grad = None
@@ -205,13 +209,14 @@ def scaled_backward(
     the two. Writes of the pass to casts of parameters are copied to the parameters and recorded in `writes`.
     """
     plan, scaler = states[0].plan, states[0].scaler
-    models = tuple(state.bound for state in states)
+    models = tuple(map(_BOUND, states))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(matmul_precision(plan.float32_matmul))
+        if plan.float32_matmul is not None:
+            stack.enter_context(matmul_precision(plan.float32_matmul))
         for model in models:
             stack.enter_context(model.installed())
-        read, size = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
+        read = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
         for model in models:
             model.check_overrides_ran()
             model.warn_of_unmet_rules()
@@ -221,7 +226,7 @@ def scaled_backward(
         known = isinstance(factor, float)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if known and factor == 1.0 else scaled * factor
-        foreign.stash(loss_fn, wide, size)
+        foreign.stash(wide)
         value = weighting.shown_loss(wide.detach().float(), factor)
         if between is not None:
             between(value)
@@ -234,7 +239,7 @@ def scaled_backward(
         if plan.cast:
             for model, own in zip(models, writes, strict=True):
                 own.note(model.commit())
-    return value, map_tree(detach_leaf, read.aux)
+    return value, None if read.aux is None else map_tree(detach_leaf, read.aux)
 
 
 def _run_forward(
@@ -245,8 +250,8 @@ def _run_forward(
     foreign: ForeignGrads,
     interrupts: DeferInterrupts,
     weighting: LossWeighting,
-) -> tuple[LossOutput, int]:
-    """Run `loss_fn`; return its loss, and the size of the autograd graph.
+) -> LossOutput:
+    """Run `loss_fn`, and return its loss.
 
     Only the first pass of a loss function shows whether its loss is a sum of means over several micro-batches (S8).
     That pass is then undone, and runs again after the passes that count.
@@ -267,7 +272,7 @@ def _run_forward(
     if sums_means:
         weighting.count_others(count)
     probes = _probe_parameters(state, foreign.began)
-    before = [p.grad for p in probes]
+    before = list(map(_GRAD, probes))
     nodes = autograd_node_count()
     result, found = run()
     if trial is not None:
@@ -279,8 +284,7 @@ def _run_forward(
             nodes = autograd_node_count()
             result, found = run()
     size = autograd_node_count() - nodes
-    after = [p.grad for p in probes]
-    if any(map(operator.is_not, after, before)) or foreign.have_new_grads(loss_fn, size):
+    if foreign.have_new_grads(loss_fn, size) or any(map(operator.is_not, map(_GRAD, probes), before)):
         raise LossError(
             "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
             "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
@@ -296,20 +300,19 @@ def _run_forward(
         )
     step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
     state.reader.check_loss(loss, state.plan)
-    return read, size
+    return read
 
 
 def loss_scopes(states: Sequence[TorchState]) -> contextlib.AbstractContextManager[Any]:
     """Return the context manager around a call of `loss_fn`: the region of the first state's policy, and what each
     model needs."""
-    adding = [state.reader for state in states if state.reader.adds_losses]
-    scopes = [states[0].bound.region(), *(reader.loss_scope(adding) for reader in adding[:1])]
-    scopes = [scope for scope in scopes if scope is not NULL_CONTEXT]
-    if len(scopes) < 2:
-        return scopes[0] if scopes else NULL_CONTEXT
+    region = states[0].bound.region()
+    adding = list(filter(_ADDS_LOSSES, map(_READER, states)))
+    if not adding:
+        return region  # type: ignore[no-any-return]  # a bound model is of any kind
     stack = contextlib.ExitStack()
-    for scope in scopes:
-        stack.enter_context(scope)
+    stack.enter_context(region)
+    stack.enter_context(adding[0].loss_scope(adding))
     return stack
 
 
@@ -367,7 +370,10 @@ def densify_gradients(parameters: Iterable[tuple[str, torch.Tensor]], *, needed:
         LossError: there is no gradient, and one is needed.
         UnsupportedError: a gradient is sparse; the message names it.
     """
-    values = [grad for _, p in parameters if (grad := p.grad) is not None]
+    values: list[torch.Tensor] = []
+    for _, p in parameters:
+        if p.grad is not None:
+            values.append(p.grad)
     if needed and not values:
         raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
     if not _STRIDED_LAYOUTS.issuperset(map(_LAYOUT, values)):

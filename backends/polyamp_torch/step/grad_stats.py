@@ -68,7 +68,7 @@ def global_norm_and_finite(
         (5.0, True)
     """
     found = [grads] if alike else bucket_by_device_and_dtype(grads)
-    norm = _combine_norms([_bucket_norm(bucket) for bucket in found])
+    norm = _bucket_norm(found[0]) if len(found) == 1 else _combine_norms(list(map(_bucket_norm, found)))
     finite = _is_finite(norm)
     if scale is None:
         return TorchGradStats(norm, finite)
@@ -163,7 +163,7 @@ def cast_scalar_for_bucket(bucket: list[torch.Tensor], by: torch.Tensor) -> torc
 def _bucket_norm(bucket: list[torch.Tensor]) -> torch.Tensor:
     """Return the float64 norm of gradients of one device and dtype."""
     if not can_read_without_sync(bucket[0].device):
-        return _combine_norms(_foreach_norm(bucket, torch.float64))
+        return _combine_norms(list(foreach_norm(bucket, 2, dtype=torch.float64)))
     pieces = _split_pieces(bucket)
     double = bucket[0].dtype == torch.float64
     if not double:
@@ -191,17 +191,14 @@ class _NormPieces(NamedTuple):
 
     def norms(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the norm of every piece."""
-        rows = [torch.linalg.vector_norm(matrix, dim=1, dtype=dtype) for matrix in self.rows]
-        return [*(_foreach_norm(self.whole, dtype) if self.whole else []), *rows]
+        found: list[torch.Tensor] = list(foreach_norm(self.whole, 2, dtype=dtype)) if self.whole else []
+        if self.rows:
+            found += [torch.linalg.vector_norm(matrix, dim=1, dtype=dtype) for matrix in self.rows]
+        return found
 
     def over(self, by: torch.Tensor) -> _NormPieces:
         """Return the pieces, divided by a scalar."""
         return _NormPieces([piece / by for piece in self.whole], [matrix / by for matrix in self.rows])
-
-
-def _foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    found: Any = foreach_norm(tensors, 2, dtype=dtype)
-    return list(found)
 
 
 def _combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:

@@ -164,6 +164,8 @@ class SingleBatchWeighting(LossWeighting):
 
     def shown_loss(self, loss: torch.Tensor, factor: ScalarOrTensor) -> torch.Tensor:
         """Return the loss; a weight on a device, which the host doesn't read, may be 0 although the factor is 1."""
+        if factor == 1.0 and not isinstance(self._weight, torch.Tensor):
+            return loss
         return super().shown_loss(loss, self._weight if isinstance(self._weight, torch.Tensor) else factor)
 
     @property
@@ -298,8 +300,10 @@ def row_count(part: Any, otherwise: int) -> float:
 
 def weighted_loss_sum(losses: Sequence[torch.Tensor], factors: Sequence[ScalarOrTensor]) -> torch.Tensor:
     """Return the weighted sum of losses; a loss of weight 0 adds 0, even if it is not finite."""
+    if len(losses) == 1 and isinstance(factors[0], float) and factors[0] == 1.0:
+        return losses[0]
     if all(isinstance(factor, float) and factor == 1.0 for factor in factors):
-        return losses[0] if len(losses) == 1 else torch.stack(list(losses)).sum()
+        return torch.stack(list(losses)).sum()
     return torch.stack([_weighted_loss(loss, factor) for loss, factor in zip(losses, factors, strict=True)]).sum()
 
 

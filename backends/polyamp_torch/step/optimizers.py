@@ -10,7 +10,7 @@ without their state yet, and for parameters that the fused kernels do not suppor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -165,14 +165,17 @@ def has_float64_parameters(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's kernels divide the gradients by `grad_scale`: fused ones, in float32."""
-    dtypes = {group["params"][0].dtype for group in optimizer.param_groups if group["params"]}
-    return dtypes <= {torch.float32, torch.complex64} and _is_fused(optimizer)
+    for group in optimizer.param_groups:
+        if group["params"] and group["params"][0].dtype not in (torch.float32, torch.complex64):
+            return False
+    return _is_fused(optimizer)
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return has_found_inf_support(optimizer) and all(
-        group.get("fused") and not group.get("foreach") for group in optimizer.param_groups
-    )
+    for group in optimizer.param_groups:
+        if not group.get("fused") or group.get("foreach"):
+            return False
+    return has_found_inf_support(optimizer)
 
 
 def _has_found_inf(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
@@ -217,7 +220,7 @@ def apply_optimizer(
         if not bool(finite):
             return
         finite = None
-    if has_formula(spec):
+    if kernels is None and has_formula(spec):
         if rates is not None:
             rates.set(applied)
         here = can_read_without_sync(applied.device)
@@ -290,21 +293,42 @@ def _step_native(optimizer: Any, found_inf: torch.Tensor | None, by: torch.Tenso
         del optimizer.found_inf, optimizer.grad_scale
 
 
-def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: GroupMembers) -> None:
+class GroupOptions(NamedTuple):
+    """Options of a spec, with which those in the optimizer's groups must agree.
+
+    Attributes:
+        spec: the spec.
+        uses_formula: see `has_formula`.
+        amsgrad: whether it keeps the largest second moment.
+        decouples: whether its weight decay is decoupled.
+    """
+
+    spec: Any
+    uses_formula: bool
+    amsgrad: bool
+    decouples: bool
+
+
+def group_options(spec: Any) -> GroupOptions | None:
+    """Return the options of a spec, for `check_group_options`; None for a native optimizer."""
+    if not is_spec(spec):
+        return None
+    return GroupOptions(spec, has_formula(spec), getattr(spec, "amsgrad", False), spec.decouples_decay)
+
+
+def check_group_options(optimizer: torch.optim.Optimizer, options: GroupOptions, groups: GroupMembers) -> None:
     """Raise for options that the user wrote into a spec's groups and that would have no effect.
 
     Raises:
         UnsupportedError: the spec has no such option; the message names it.
         RecipeError: an option has an invalid value.
     """
-    if not is_spec(spec):
-        return
-    uses_formula, decouples = has_formula(spec), spec.decouples_decay
+    spec, uses_formula, amsgrad, decouples = options
     for number, group in enumerate(optimizer.param_groups):
         if uses_formula:
             current_spec(group_spec(groups, number), group)
         for name, differs in (
-            ("amsgrad", bool(group.get("amsgrad")) != getattr(spec, "amsgrad", False)),
+            ("amsgrad", bool(group.get("amsgrad")) != amsgrad),
             ("decoupled_weight_decay", group.get("decoupled_weight_decay", decouples) != decouples),
         ):
             if differs and (name == "amsgrad" or name not in spec.hyperparameters):

@@ -32,15 +32,16 @@ class ParameterWriteTracker:
         known: paths that earlier passes wrote to.
         checked: the loss functions whose first pass was checked, in training and in evaluation mode.
         agreed: paths whose values rank 0 broadcasts in every step, the same on all ranks.
+        whole: the parameters in the order of `names`; None if some are sharded.
     """
 
-    __slots__ = ("_whole", "agreed", "checked", "known", "named", "names")
+    __slots__ = ("agreed", "checked", "known", "named", "names", "whole")
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.named = named
         self.names = list(named)
         whole = list(named.values())
-        self._whole = whole if all(local_tensor_of(p) is p for p in whole) else None
+        self.whole = whole if all(local_tensor_of(p) is p for p in whole) else None
         self.known: set[str] = set()
         self.checked: set[Any] = set()
         self.agreed: set[str] = set()
@@ -51,7 +52,7 @@ class ParameterWriteTracker:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The parameters in the order of `names`; the current local shard of sharded ones."""
-        return self._whole or list(map(local_tensor_of, self.named.values()))
+        return self.whole or list(map(local_tensor_of, self.named.values()))
 
     def before(self, loss_fn: Any, *, training: bool) -> ParameterSnapshot:
         """Return a snapshot before one pass, or before all passes of a step."""
@@ -76,7 +77,7 @@ class ParameterSnapshot:
     def __init__(self, writes: ParameterWriteTracker, *, first_key: Any) -> None:
         known = writes.known
         self._names = writes.names
-        self._tensors = writes.tensors
+        self._tensors = writes.whole or writes.tensors
         self._writes = writes
         self._first_key = first_key
         self._late: list[str] = []

@@ -42,6 +42,8 @@ _STRIDES: Final = torch.Tensor.stride
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _IS_CPU: Final = operator.attrgetter("is_cpu")
 _END_MARK: Final = object()
+_PARAMS: Final = operator.itemgetter("params")
+_flatten: Final = itertools.chain.from_iterable
 
 
 if TYPE_CHECKING:
@@ -146,7 +148,8 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         )
         self.kernels = self._kernels()
         self.rates = optimizers.group_learning_rates(self.optimizer, self.groups)
-        self._held = _grouped_parameters(self.optimizer)
+        self._group_options = optimizers.group_options(recipe.optimizer)
+        self._record_groups()
         self._retired = False
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
@@ -195,9 +198,9 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
                 f"{changed} than at init, of which the optimizer does not know. Go on with state = "
                 "polyamp.refresh(state): what stayed keeps its optimizer state."
             )
-        held = _grouped_parameters(self.optimizer)
-        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
-            self._check_groups(held)
+        parts = list(map(_PARAMS, self.optimizer.param_groups))
+        if list(map(len, parts)) != self._group_sizes or not all(map(operator.is_, _flatten(parts), self._held)):
+            self._check_groups()
         parameters = self.parameters.values()  # compared lazily: new lists would be work for the garbage collector
         layouts: Iterator[bool] = map(_CONTIGUOUS, parameters)
         if not self._contiguous:
@@ -212,7 +215,8 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
             and all(devices)
         ):
             self._refuse_form()
-        optimizers.check_group_options(self.optimizer, self.recipe.optimizer, self.groups)
+        if self._group_options is not None:
+            optimizers.check_group_options(self.optimizer, self._group_options, self.groups)
         if not all(map(_REQUIRES_GRAD, self.parameters.values())):
             name = next(name for name, p in self.parameters.items() if not p.requires_grad)
             raise ModelError(
@@ -240,15 +244,15 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
                     "polyamp.refresh(state)."
                 )
 
-    def _check_groups(self, held: list[Any]) -> None:
+    def _check_groups(self) -> None:
         """Check changed groups: only the order, or the group of a parameter, may differ."""
         if not self.groups.is_uniform:
             raise ModelError(
                 "the optimizer's parameter groups were changed after init; they are those of the recipe. Change the "
                 "recipe's groups, and call polyamp.init again."
             )
-        now, before = ([id(p) for p in every if p is not None] for every in (held, self._held))
-        if len(now) != len(before) or set(now) != set(before):
+        now = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if len(now) != len(self._held) or set(now) != set(map(id, self._held)):
             raise ModelError(
                 "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
                 "trainable parameters. Go on with state = polyamp.refresh(state)."
@@ -332,8 +336,13 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         """Accept groups that contain the same parameters in another order or division.
 
         The kernels, whose lists have the old order, are dropped: `optimizer.step()` follows the groups."""
-        self._held = _grouped_parameters(self.optimizer)
+        self._record_groups()
         self.kernels = None
+
+    def _record_groups(self) -> None:
+        """Record which parameters the optimizer's groups hold now, in their order."""
+        parts = [group["params"] for group in self.optimizer.param_groups]
+        self._group_sizes, self._held = list(map(len, parts)), list(_flatten(parts))
 
     def export(self) -> dict[str, Array]:
         """Return every array by name, including torch's random-number states, so that dropout resumes exactly.
@@ -356,11 +365,6 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         return self._frozen
 
 
-def _grouped_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return an optimizer's parameters, with None at the end of each group."""
-    return [p for group in optimizer.param_groups for p in (*group["params"], None)]
-
-
 def _slot_values(places: list[dict[str, Any]]) -> Iterator[Any]:
     """Yield every parameter and child, then an end mark, so that a comparison also detects another length."""
-    return itertools.chain(itertools.chain.from_iterable(map(dict.values, places)), (_END_MARK,))
+    return itertools.chain(_flatten(map(dict.values, places)), (_END_MARK,))

@@ -20,7 +20,7 @@ from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_torch.arrays import can_read_without_sync, to_device
-from polyamp_torch.distributed.replicas import guard_states
+from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step.accumulation import accumulate_gradients
 from polyamp_torch.step.forward_backward import PassSnapshot, densify_gradients, stash_grads
@@ -41,7 +41,7 @@ def train_step(
     batch: Any,
 ) -> tuple[TorchState, StepResult]:
     """Run one step on one state, over `accumulate_steps` micro-batches (S8)."""
-    with guard_states([state]):
+    with state.replicas.guard or NULL_CONTEXT:
         parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
         with DeferInterrupts() as interrupts, state.lock, shield():
             weighting = make_loss_weighting(weight, parts, window, state.replicas, state.device)

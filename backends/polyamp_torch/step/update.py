@@ -173,11 +173,19 @@ def update_states(
     monitor: MonitorSelection | None = None,
 ) -> list[StepResult]:
     """Update states that step together: measure all, then decide and commit one by one."""
-    grads = [_zero_waiting(state, item) for state, item in zip(states, grads, strict=True)]
-    measured = [_measure_gradients(state, item) for state, item in zip(states, grads, strict=True)]
-    flags = [found.stats.finite for found in measured]
+    ready: list[tuple[TorchState, UpdateGradients, _MeasuredGradients]] = []
+    flags: list[torch.Tensor] = []
+    for state, given in zip(states, grads, strict=True):
+        own = given
+        if state.groups.starts:  # zeros are no part of norm and flag (S27)
+            parameters, free = _parameters_with_gradients(state, given), given.places is None
+            zeroed = late_groups.zero_waiting_gradients(state, parameters, given.values, own=free)
+            own = given._replace(values=zeroed)
+        found = _measure_gradients(state, own)
+        ready.append((state, own, found))
+        flags.append(found.stats.finite)
     results = []
-    for state, item, found in zip(states, grads, measured, strict=True):
+    for state, item, found in ready:
         decision = _decide(state, found.stats, flags, skip)
         watch = None if monitor is None else _watch_update(state, monitor, item, found.scale)
         _update(state, item, found, decision.finite)
@@ -286,20 +294,22 @@ def _update(
     state: TorchState, grads: UpdateGradients, measured: _MeasuredGradients, finite: torch.Tensor | None
 ) -> None:
     """Unscale, clip and step; on the CPU do nothing if the flag is false."""
-    by = measured.by
+    by, number = measured.by, None  # `number` is the divisor where the host can read it
     if can_read_without_sync(state.device):
         if finite is not None and not bool(finite):
             return
-        if by is not None and by.item() == 1.0:
-            by = None
+        number = None if by is None else by.item()
+    if number == 1.0:
+        by = None
     values, largest, apart = grads.values, state.common_clip.value, state.groups.has_clips
     if grads.places is not None:
         if by is not None or largest is not None or apart:
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
-    waiting = late_groups.waiting_parameters(state)
-    parameters = _parameters_with_gradients(state, grads)
+    shards, starts = state.shards, bool(state.groups.starts)
+    parameters = _parameters_with_gradients(state, grads) if starts or apart or shards is not None else []
+    waiting = late_groups.waiting_parameters(state) if starts else ()
     if waiting:
         values = [value for p, value in zip(parameters, values, strict=True) if id(p) not in waiting]
         for p in parameters:
@@ -307,12 +317,12 @@ def _update(
         parameters = [p for p in parameters if id(p) not in waiting]
     values = state.plain(values)
     if by is not None:
-        by = _divide_unless_fused(state, values, measured.scale, measured.norm, by)
+        by = _divide_unless_fused(state, values, measured, by, number)
     if largest is not None:
         clamp_gradients_(values, largest, alike=state.one_device)
     elif apart:
         _clip_sets_(state, parameters, values)
-    shards, trains = state.shards, late_groups.group_flags(state)
+    trains = late_groups.group_flags(state) if starts else None
     with NULL_CONTEXT if shards is None else shards.inside(state.optimizer, parameters, values):
         optimizers.apply_optimizer(
             state.optimizer,
@@ -354,14 +364,6 @@ def _clip_sets_(state: TorchState, parameters: list[torch.Tensor], values: list[
             clamp_gradients_(grads, limits.value, alike=state.one_device)
 
 
-def _zero_waiting(state: TorchState, grads: UpdateGradients) -> UpdateGradients:
-    """Return the gradients with zeros for parameters that do not train yet (S27): no part of norm and flag."""
-    if not state.groups.starts:
-        return grads
-    parameters, own = _parameters_with_gradients(state, grads), grads.places is None
-    return grads._replace(values=late_groups.zero_waiting_gradients(state, parameters, grads.values, own=own))
-
-
 def _parameters_with_gradients(state: TorchState, grads: UpdateGradients) -> list[torch.Tensor]:
     """Return the parameters that have gradients, in order."""
     return grads.places or [p for p in state.parameters.values() if p.grad is not None]
@@ -397,16 +399,16 @@ def _all_reduce_grad_stats(
 
 
 def _divide_unless_fused(
-    state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
+    state: TorchState,
+    values: list[torch.Tensor],
+    measured: _MeasuredGradients,
+    by: torch.Tensor,
+    number: float | None,
 ) -> torch.Tensor | None:
     """Divide the gradients unless the optimizer's kernels can; return the remaining divisor."""
     limits = state.common_clip
-    if (
-        can_read_without_sync(state.device)
-        and not _SAFE_SCALE_RANGE[0] < by.item() < _SAFE_SCALE_RANGE[1]
-        and limits.norm is not None
-    ):
-        unscale_then_clip_(values, scale, clip.clip_factor(norm, limits.norm, XP, limits.eps))
+    if number is not None and not _SAFE_SCALE_RANGE[0] < number < _SAFE_SCALE_RANGE[1] and limits.norm is not None:
+        unscale_then_clip_(values, measured.scale, clip.clip_factor(measured.norm, limits.norm, XP, limits.eps))
         return None
     if optimizers.has_grad_scale(state.optimizer) and limits.value is None and not state.groups.has_clips:
         return by.float()

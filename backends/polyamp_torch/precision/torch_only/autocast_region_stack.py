@@ -159,7 +159,8 @@ class AutocastRegion(RegionBlock):
             self.outer.__enter__()
         if not on:
             TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
-            self._open_rules(kind, rules)
+            if rules or open_mode_count():
+                self._open_rules(kind, rules)
             return
         TorchAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
         current = current_islands(kind)
@@ -169,7 +170,8 @@ class AutocastRegion(RegionBlock):
         elif current is not None and current.acting is not acting:
             self.islands = current
             current.switch(acting)
-        self._open_rules(kind, rules)  # last: they see a call before the islands do
+        if rules or open_mode_count():
+            self._open_rules(kind, rules)  # last: they see a call before the islands do
         compiled = eager_backward()
         if compiled is not NULL_CONTEXT:
             self._settings.append(compiled)  # first: an interrupt may come right after its __enter__

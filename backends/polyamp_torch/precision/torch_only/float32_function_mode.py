@@ -32,6 +32,7 @@ from polyamp_torch.precision.torch_only.product_classification import classify_p
 
 _AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
 """The dtypes that autocast casts from and to."""
+_PLAIN_TYPES: Final = {torch.Tensor, torch.nn.Parameter}
 _SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
 _CONTAINERS: Final = (torch.Tensor, *_SEQUENCES)
 _RULES_OF_CALLERS: Final = ("enter", "unflatten", "function", "grad_mode")
@@ -141,7 +142,7 @@ class IslandsMode(TorchFunctionMode):
             activation_checkpointing.carry_into_reentrant(self.key, self.reopen)
         if rule == "function" and not compiling:
             return func(self._wrap_autograd_function(args[0]), *args[1:], **kwargs)
-        plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses may override
+        plain = _PLAIN_TYPES.issuperset(types)  # other subclasses may override
         if rule == "enter" and plain and not (compiling and func in BACKWARD_FUNCTIONS):
             body = FUNCTIONS_WITHOUT_DISPATCH[func] if compiling else copy_without_dispatch(func)
             with self:

@@ -25,7 +25,7 @@ from polyamp_torch.compat import (
 )
 from polyamp_torch.precision.torch_only.compat import has_custom_device
 from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode, remove_mode
-from polyamp_torch.precision.torch_only.float32_kernels import KernelIslands, KernelsOff, open_kernel_islands
+from polyamp_torch.precision.torch_only.float32_kernels import KERNEL_ISLANDS, KernelIslands, KernelsOff
 from polyamp_torch.precision.torch_only.op_rules import RuleChanges
 from polyamp_torch.precision.torch_only.op_rules_mode import OpRulesMode, current_changes, op_rules_region
 
@@ -58,7 +58,7 @@ def make_islands(device_type: str) -> Islands:
 
 def current_islands(device_type: str) -> Islands | None:
     """Return the islands of a device type that are open in this thread, or None."""
-    if not torch.compiler.is_compiling() and (found := open_kernel_islands(device_type)) is not None:
+    if not torch.compiler.is_compiling() and (found := KERNEL_ISLANDS.by_device.get(device_type)) is not None:
         return found
     for mode in open_modes():
         if isinstance(mode, IslandsMode) and mode.device_type == device_type and not mode.closed:

@@ -77,28 +77,23 @@ class KernelIslands:
     def open(self) -> None:
         """Let the kernels act in this thread."""
         _register_once()
-        _THREAD.islands[self.device_type] = self
-        _update_key()
+        KERNEL_ISLANDS.by_device[self.device_type] = self
+        include_key(True)
+        exclude_key(False)
 
     def close(self) -> None:
         """End what `open` began. A second call has no effect."""
-        _THREAD.islands.pop(self.device_type, None)
+        KERNEL_ISLANDS.by_device.pop(self.device_type, None)
         _update_key()
 
 
 class _ThreadState(threading.local):
-    """The islands of one thread, by device type."""
-
     def __init__(self) -> None:
-        self.islands: dict[str, KernelIslands] = {}
+        self.by_device: dict[str, KernelIslands] = {}
 
 
-_THREAD: Final = _ThreadState()
-
-
-def open_kernel_islands(device_type: str) -> KernelIslands | None:
-    """Return the islands of a device type that are open in this thread, or None."""
-    return _THREAD.islands.get(device_type)
+KERNEL_ISLANDS: Final = _ThreadState()
+"""The islands that are open in a thread, by device type."""
 
 
 class KernelsOff:
@@ -114,16 +109,16 @@ class KernelsOff:
 def _update_key() -> None:
     """Include the key in the state of this thread where islands act on any device type, else exclude it."""
     on = False
-    for islands in _THREAD.islands.values():
+    for islands in KERNEL_ISLANDS.by_device.values():
         on = on or islands.acting
     include_key(on)
     exclude_key(not on)
 
 
 def _acts(device_type: str) -> bool:
-    islands = _THREAD.islands.get(device_type)
+    islands = KERNEL_ISLANDS.by_device.get(device_type)
     # A thread of torch's own has the state of the one that started it, and so the key, but no islands by name.
-    is_acting = islands.acting if islands is not None else not _THREAD.islands
+    is_acting = islands.acting if islands is not None else not KERNEL_ISLANDS.by_device
     if not is_acting or not torch.is_autocast_enabled(device_type):
         return False
     # In a backward pass: hooks and the backward passes of custom functions, not the formulas of autograd.
@@ -141,7 +136,7 @@ def _caller() -> CodeType | None:
 def _carry_into_checkpoint(device_type: str) -> None:
     if saved_tensor_hooks(True) is None and torch.is_grad_enabled():
         return
-    islands = _THREAD.islands.get(device_type)
+    islands = KERNEL_ISLANDS.by_device.get(device_type)
     if islands is not None and not torch.compiler.is_compiling():
         reentrant = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         activation_checkpointing.carry_into_checkpoint(islands.key, islands.reopen, everywhere=reentrant)

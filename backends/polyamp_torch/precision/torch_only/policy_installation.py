@@ -119,7 +119,7 @@ class PolicyInstallation:
 
     def acquire(self, holder: Any) -> None:
         """Keep everything installed until `holder` is released."""
-        outer = self._outer_masters()
+        outer = self._outer_masters() if len(OPEN_BLOCKS.installed) > 1 else {}
         if self.own_casts is None and not self.wrappers and not outer:
             return
         with self.lock:
@@ -300,8 +300,10 @@ class InstallationBlock(RegionBlock):
                 OPEN_BLOCKS.regions[-1].close(interrupted=True)
             del OPEN_BLOCKS.overrides[overrides:]
         self.installation.release(self)
-        left = [block.model for block in OPEN_BLOCKS.installed if block is not self]
-        while OPEN_BLOCKS.bound.count(self.model) > left.count(self.model):
+        left = len(OPEN_BLOCKS.installed) - 1
+        if left:
+            left = sum(block.model is self.model for block in OPEN_BLOCKS.installed) - 1
+        while OPEN_BLOCKS.bound.count(self.model) > left:
             OPEN_BLOCKS.bound.remove(self.model)  # not pop(): training libraries close their blocks in any order
         OPEN_BLOCKS.installed.remove(self)
         self.frame = None

@@ -105,8 +105,8 @@ class StateLock:
     Copies and pickles are new locks.
 
     Example:
-        >>> turn = StateLock()
-        >>> with turn, turn:
+        >>> lock = StateLock()
+        >>> with lock, lock:
         ...     pass
     """
 
@@ -136,9 +136,9 @@ class StateLock:
         return StateLock, ()
 
 
-def acquire_all(turns: Sequence[StateLock]) -> ExitStack:
+def acquire_all(locks: Sequence[StateLock]) -> ExitStack:
     """Acquire several locks in a fixed order, so that two threads never deadlock."""
     stack = ExitStack()
-    for turn in sorted(turns, key=id):
-        stack.enter_context(turn)
+    for lock in sorted(locks, key=id):
+        stack.enter_context(lock)
     return stack

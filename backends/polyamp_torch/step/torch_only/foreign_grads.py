@@ -24,11 +24,13 @@ from polyamp_torch.precision.torch_only.named_parameters import tree_parameters
 _EMPTY: Final = types.CellType()
 
 
-def autograd_node_count() -> int:
-    """Return the number of operations that autograd has recorded in this thread.
+def _unknown_node_count() -> int:
+    return -1
 
-    If it is unknown, return -1, so that every graph is searched."""
-    return -1 if autograd_sequence_number is None else autograd_sequence_number()
+
+autograd_node_count: Final[Callable[[], int]] = autograd_sequence_number or _unknown_node_count
+"""Returns the number of operations that autograd has recorded in this thread; -1 if it is unknown, so that every graph
+is searched."""
 
 
 class GraphSizeCache:
@@ -72,7 +74,7 @@ class ForeignGrads:
         began: whether a backward pass has run in the context.
     """
 
-    __slots__ = ("_graphs", "_held", "_more", "_own", "began")
+    __slots__ = ("_graph", "_graphs", "_held", "_more", "_own", "began")
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class ForeignGrads:
         self._graphs = graphs
         self._more = more
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._graph: tuple[Any, int] | None = None
         self.began = False
 
     def __enter__(self) -> ForeignGrads:
@@ -97,15 +100,16 @@ class ForeignGrads:
         """Return whether trained parameters got a `.grad` before the first backward pass of the context.
 
         They had none when the context began. Checked once for every graph size."""
-        if self.began or (size >= 0 and (loss_fn, size) in self._graphs):
+        self._graph = None if size >= 0 and (loss_fn, size) in self._graphs else (loss_fn, size)
+        if self.began or self._graph is None:
             return False
         return any(p.grad is not None for p in self._own)
 
-    def stash(self, loss_fn: Any, loss: torch.Tensor, size: int) -> None:
-        """Stash the gradients of the foreign leaves of `loss`, whose graph has `size` nodes, before its backward
-        pass."""
+    def stash(self, loss: torch.Tensor) -> None:
+        """Stash the gradients of the foreign leaves of `loss`, which `have_new_grads` was asked about, before its
+        backward pass."""
         self.began = True
-        if size >= 0 and (loss_fn, size) in self._graphs:
+        if self._graph is None:
             return
         own = set(map(id, self._own))
         if self._more is not None:
@@ -116,7 +120,7 @@ class ForeignGrads:
                 self._held[id(leaf)] = (leaf, leaf.grad)
                 leaf.grad = None
         if not strange:
-            self._graphs.add(loss_fn, size)
+            self._graphs.add(*self._graph)
 
 
 def graph_leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:

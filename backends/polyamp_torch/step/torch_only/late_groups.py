@@ -29,8 +29,6 @@ def zero_waiting_gradients(
         own: whether they may be overwritten; otherwise those that may change are copied.
     """
     trains = _trains_by_id(state)
-    if not trains:
-        return values
     pairs = list(zip(parameters, values, strict=True))
     values = [value if own or id(p) not in trains else value.clone() for p, value in pairs]
     for p, plain in zip(parameters, state.plain(values), strict=True):
@@ -41,7 +39,7 @@ def zero_waiting_gradients(
 
 def waiting_parameters(state: TorchState) -> set[int]:
     """Return the ids of the parameters that do not train in this step, where reading is free; empty elsewhere."""
-    if not state.groups.starts or not can_read_without_sync(state.device):
+    if not can_read_without_sync(state.device):
         return set()
     return {key for key, trains in _trains_by_id(state).items() if not bool(trains)}
 
@@ -49,12 +47,12 @@ def waiting_parameters(state: TorchState) -> set[int]:
 def group_flags(state: TorchState) -> list[torch.Tensor | None] | None:
     """Return, for each group of the optimizer, whether it trains in this step: on the device, None for always.
 
-    None alone: there are no such groups, or `waiting_parameters` tells them.
+    None alone: `waiting_parameters` tells it.
 
     Raises:
         UnsupportedError: a group that was divided by hand has parameters that start at different updates.
     """
-    if not state.groups.starts or can_read_without_sync(state.device):
+    if can_read_without_sync(state.device):
         return None
     paths = {id(p): path for path, p in state.parameters.items()}
     found: list[torch.Tensor | None] = []

@@ -23,6 +23,10 @@ from polyamp_torch.compat import foreach_add_, foreach_sub_, fused_adam_, fused_
 
 KernelLists = dict[str, list[Any]]
 _END_MARK: Final = object()
+_OPTIONS: Final = ("lr", "weight_decay", "maximize")
+_SGD_OPTIONS: Final = ("momentum", "dampening", "nesterov")
+_ADAM_OPTIONS: Final = ("amsgrad", "eps")
+"""Entries of a parameter group that the kernels take under the same name."""
 
 
 class FusedKernels:
@@ -36,6 +40,8 @@ class FusedKernels:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
         self._is_sgd = isinstance(optimizer, torch.optim.SGD)
+        self._options = (*_OPTIONS, *(_SGD_OPTIONS if self._is_sgd else _ADAM_OPTIONS))
+        self._read_options = operator.itemgetter(*self._options)
         self._parts: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
         self._parameters = [p for part in self._parts for p in part]
         place = {id(p): number for number, p in enumerate(parameters)}
@@ -68,8 +74,9 @@ class FusedKernels:
         if has_step_hooks(optimizer):
             return False
         device = grads[0].device
-        if any(isinstance(group["lr"], torch.Tensor) and group["lr"].device != device for group in groups):
-            return False
+        for group in groups:
+            if isinstance(group["lr"], torch.Tensor) and group["lr"].device != device:
+                return False
         if not all(map(operator.is_, self._contents(), self._gathered_from)):
             self._gather()
         if not all(map(self._has_slots, groups, self._lists)):
@@ -80,8 +87,7 @@ class FusedKernels:
             for number, (group, lists, part) in enumerate(zip(groups, self._lists, self._parts, strict=True)):
                 own = grads if len(groups) == 1 else [grads[place] for place in self._places[number]]
                 kernel, slots, options = self._kernel(group, lists)
-                options |= {name: group[name] for name in ("lr", "weight_decay", "maximize")}
-                flag = _either(found_inf, None if waits is None else waits[number])
+                flag = found_inf if waits is None else _either(found_inf, waits[number])
                 kernel(part, own, *slots, **options, grad_scale=by, found_inf=flag)
                 if waits is not None and flag is not None and not self._is_sgd:
                     foreach_sub_(lists["step"], [flag] * len(lists["step"]))
@@ -97,15 +103,15 @@ class FusedKernels:
         return needed <= lists.keys() and isinstance(group["betas"][0], float | int)
 
     def _kernel(self, group: dict[str, Any], lists: KernelLists) -> tuple[Any, tuple[list[Any], ...], dict[str, Any]]:
-        """Return a group's kernel, its lists of state arrays, and its own options."""
+        """Return a group's kernel, its lists of state arrays, and its options."""
+        options = dict(zip(self._options, self._read_options(group), strict=True))
         if self._is_sgd:
-            rest = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-            return fused_sgd_, (lists.get("momentum_buffer", []),), {"is_first_step": False, **rest}
+            return fused_sgd_, (lists.get("momentum_buffer", []),), {"is_first_step": False, **options}
         beta1, beta2 = group["betas"]
         kernel = fused_adamw_ if isinstance(self._optimizer, torch.optim.AdamW) else fused_adam_
         largest = lists["max_exp_avg_sq"] if group["amsgrad"] else []
         slots: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], largest, lists["step"])
-        return kernel, slots, {"amsgrad": group["amsgrad"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+        return kernel, slots, {"beta1": beta1, "beta2": beta2, **options}
 
     def _count(self, found_inf: float | torch.Tensor) -> None:
         """Add a number to every step count; if `found_inf` is a tensor, subtract it to undo a skipped update."""
