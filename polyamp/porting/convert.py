@@ -23,6 +23,7 @@ from polyamp.porting.model_side import ModelSide, export, make_model_side
 from polyamp.porting.port import plan_values, transfer_model
 from polyamp.porting.port_report import PortedLayer, PortReport
 from polyamp.porting.progress import track_reads
+from polyamp.porting.transfer_plan import PortOptions
 
 
 def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = None) -> None:
@@ -112,10 +113,11 @@ def convert(
                 f"target model, or --into package.module:build. Received: {describe_value(given)} without a target "
                 "model."
             )
+    options = PortOptions(names, strict, rows, forms)
     found = file_formats.file_inventory(source, source_format)
     if like is not None:
         layout = file_formats.file_inventory(like, target_format)
-        leaves, report = plan_values(found, layout, names, strict=strict, rows=rows, forms=forms)
+        leaves, report = plan_values(found, layout, options)
         if not dry_run:
             with track_reads("filling the target", leaves) as shown:
                 file_formats.write_like(goal, shown, Path(like), target_format)
@@ -139,8 +141,8 @@ def convert(
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."
         )
     if dry_run:
-        return plan_values(found, side.inventory, names, strict=strict, rows=rows, forms=forms)[1]
-    ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None, rows=rows, forms=forms)
+        return plan_values(found, side.inventory, options)[1]
+    ported, report = transfer_model(ModelSide(found, None, source), side, options, None)
     if chosen == file_formats.CANONICAL:
         save(ported, goal)
     else:

@@ -15,7 +15,8 @@ import numpy as np
 
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.matching.flatten_order import ChannelOrder, OrderQuestion, Segment
+from polyamp.porting.matching.flatten_order import ChannelOrder, OrderQuestion
+from polyamp.porting.matching.flatten_proof import Segment
 from polyamp.porting.matching.matching import LayerMatch
 
 if TYPE_CHECKING:

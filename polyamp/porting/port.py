@@ -21,7 +21,7 @@ from polyamp.porting.port_report import PortReport, warn_of_differences
 from polyamp.porting.progress import track_reads
 from polyamp.porting.states.port_state import port_state
 from polyamp.porting.states.training_side import is_training_side
-from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan, new_leaf_values
+from polyamp.porting.transfer_plan import PortOptions, TransferPlan, make_transfer_plan, new_leaf_values
 
 _Target = TypeVar("_Target")
 
@@ -56,9 +56,8 @@ def load(
             f"{describe_value(canonical)}. polyamp.port(source, target) takes models."
         )
     ours = ModelSide(canonical.inventory(), None, canonical)
-    filled, report = transfer_model(
-        ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None, rows=rows, forms=forms
-    )
+    theirs = make_model_side(target, batch, "load(target, canonical)")
+    filled, report = transfer_model(ours, theirs, PortOptions(names, strict, rows, forms), None)
     warn_of_differences(report, 2)
     return filled, report
 
@@ -129,6 +128,7 @@ def port(
         >>> bool((ported.parameters["dense1/kernel"] == source.parameters["dense1/kernel"]).all())
         True
     """
+    options = PortOptions(names, strict, rows, forms)
     if is_training_side(source) or is_training_side(target):
         if check is not None:
             raise PortError(
@@ -140,51 +140,32 @@ def port(
                 "forms= is for models: register a form for the layer's class (polyamp.porting.register) to move its "
                 f"training state. Received: forms={describe_value(forms)}."
             )
-        state, state_report = port_state(source, target, names=names, strict=strict, rows=rows, batch=batch)
+        state, state_report = port_state(source, target, options, batch)
         warn_of_differences(state_report, 2)
         return state, state_report
     if check is not None and batch is not None:
         raise PortError("check= runs both models, as batch= does, and compares them. Give one of them. Received: both.")
     ours, theirs, given = make_model_sides(source, target, batch if check is None else check)
-    filled, report = transfer_model(ours, theirs, names, strict, given, rows=rows, check=check is not None, forms=forms)
+    filled, report = transfer_model(ours, theirs, options, given, check=check is not None)
     warn_of_differences(report, 2)
     return filled, report
 
 
 def transfer_model(
-    source: ModelSide,
-    target: ModelSide,
-    names: Mapping[str, str] | None,
-    strict: bool,
-    batch: Batch | None,
-    *,
-    rows: Rows | None = None,
-    check: bool = True,
-    forms: Mapping[str, str | Form] | None = None,
+    source: ModelSide, target: ModelSide, options: PortOptions, batch: Batch | None, *, check: bool = True
 ) -> tuple[Any, PortReport]:
     """Fill the target with the source's values, and return it with the report; implements `port` and `load`.
 
     Args:
         source: side that provides the values.
         target: side that receives them.
-        names: see `port`.
-        strict: see `port`.
+        options: how their layers correspond.
         batch: inputs for a run of both models; None without one.
-        rows: see `port`.
         check: whether outputs and gradients of the run are compared.
-        forms: see `port`.
     """
+    strict = options.strict
     settle = None if batch is None or source.converter is None else make_settler(source, target, batch)
-    plan = make_transfer_plan(
-        source.inventory,
-        target.inventory,
-        names,
-        strict=strict,
-        rows=rows,
-        settle=settle,
-        absent_bias=True,
-        forms=forms,
-    )
+    plan = make_transfer_plan(source.inventory, target.inventory, **options._asdict(), settle=settle, absent_bias=True)
     assert target.converter is not None
     if batch is not None and check:
         filled, plan, measured, said = fill_and_check(source, target, plan, batch, strict=strict)
@@ -200,19 +181,11 @@ def transfer_model(
         return target.converter.fill(target.model, shown), report
 
 
-def plan_values(
-    source: Inventory,
-    target: Inventory,
-    names: Mapping[str, str] | None,
-    *,
-    strict: bool,
-    rows: Rows | None = None,
-    forms: Mapping[str, str | Form] | None = None,
-) -> tuple[dict[str, Lazy], PortReport]:
+def plan_values(source: Inventory, target: Inventory, options: PortOptions) -> tuple[dict[str, Lazy], PortReport]:
     """Return the new value of every leaf of the target by name, and the report, without a run of the models."""
-    plan = make_transfer_plan(source, target, names, strict=strict, rows=rows, absent_bias=True, forms=forms)
-    plan = plan.without_questions(strict=strict)
-    return _leaves_and_report(plan, source, target, strict=strict)
+    plan = make_transfer_plan(source, target, **options._asdict(), absent_bias=True)
+    plan = plan.without_questions(strict=options.strict)
+    return _leaves_and_report(plan, source, target, strict=options.strict)
 
 
 def _leaves_and_report(

@@ -116,6 +116,15 @@ class TransferPlan(NamedTuple):
         )
 
 
+class PortOptions(NamedTuple):
+    """Arguments of `polyamp.port` that say how the layers of both sides correspond; see there."""
+
+    names: Mapping[str, str] | None = None
+    strict: bool = True
+    rows: Rows | None = None
+    forms: Mapping[str, str | Form] | None = None
+
+
 PlanMatching = Callable[[Matching], TransferPlan]
 """Function from a matching to its plan, with `strict=False`."""
 Settler = Callable[[Matching, PlanMatching], Matching | str]

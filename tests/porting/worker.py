@@ -36,6 +36,7 @@ from polyamp.porting import model_side, port
 from polyamp.porting.check import Batch
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.transfer_plan import PortOptions
 from tests import garbage
 from tests.fixtures.port import common
 from tests.porting.layers import cases
@@ -205,8 +206,7 @@ class Worker:
         _, report = port.transfer_model(
             model_side.ModelSide(canonical.inventory(), Played(None, played), canonical),
             target._replace(converter=Played(target.converter, evaluated)),
-            None,
-            True,
+            PortOptions(),
             Batch(each.native, each.native, outputs=np.inf, gradients=np.inf),
         )
         assert report.checked is not None

@@ -38,17 +38,14 @@ class ModelAdapter(abc.ABC):
         is_mutable: whether the library's models change in place.
         applies_policy: whether the library's own layers follow the policy, so that no interpreter runs the model and
             its parameters are not cast.
+        pinned: paths of modules that the library can run only in the dtype of their master parameters.
     """
 
     stream: ClassVar[str | None] = None
     module: ClassVar[type | tuple[type, ...]] = ()
     is_mutable: ClassVar[bool] = False
     applies_policy: ClassVar[bool] = False
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        """Paths of modules that the library can run only in the dtype of their master parameters."""
-        return frozenset()
+    pinned: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:

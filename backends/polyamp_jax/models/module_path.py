@@ -90,7 +90,7 @@ def path_kind(owner: Any, step: PathStep, value: Any, module: type | tuple[type,
     """
     if isinstance(value, module) and not hasattr(value, "__func__"):  # equinox's bound methods are modules too
         return "module"
-    if has_modules(value, module):
+    if has_instances(value, module):
         return "container"
     if not step.attribute or step.key in getattr(owner, "__dict__", {}):
         return "value"
@@ -106,12 +106,12 @@ def path_kind(owner: Any, step: PathStep, value: Any, module: type | tuple[type,
     return "property" if is_property else "method"
 
 
-def has_modules(value: Any, module: type | tuple[type, ...]) -> bool:
-    """Return whether a list, tuple or mapping contains modules."""
+def has_instances(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether a list, tuple or mapping contains instances of these classes."""
     if isinstance(value, Mapping):
-        return any(isinstance(item, module) or has_modules(item, module) for item in value.values())
+        return has_instances(list(value.values()), kinds)
     if isinstance(value, list | tuple):
-        return any(isinstance(item, module) or has_modules(item, module) for item in value)
+        return any(isinstance(item, kinds) or has_instances(item, kinds) for item in value)
     return False
 
 

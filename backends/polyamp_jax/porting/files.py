@@ -22,6 +22,7 @@ from polyamp.porting.files import safetensors_file
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.models import library_compat
+from polyamp_jax.models.parameter_writes import nest_values
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
 from polyamp_jax.porting.libraries.porting_library import find_library
@@ -88,7 +89,8 @@ def write_model(path: Path, model: Any) -> None:
     Variables of linen and haiku are written as they are, models of other libraries by the names of their arrays.
     """
     paired = isinstance(model, tuple) and len(model) > 1 and isinstance(model[1], Mapping)
-    tree = model[1] if paired else _nest_arrays(find_library(model).arrays(model))
+    arrays = {} if paired else find_library(model).arrays(model)
+    tree = model[1] if paired else nest_values({tuple(name.split("/")): array for name, array in arrays.items()})
     leaves = dict(_walk_leaves(tree))
     if path.suffix == ".safetensors":
         safetensors_file.write(
@@ -98,17 +100,6 @@ def write_model(path: Path, model: Any) -> None:
         raise PortError(f"JAX's models are written to a folder, or to a file in .safetensors. Received: {path}.")
     else:
         _save_tree(path, tree, None)
-
-
-def _nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *path, last = name.split("/")
-        at = tree
-        for key in path:
-            at = at.setdefault(key, {})
-        at[last] = array
-    return tree
 
 
 def _inventory(arrays: Mapping[TreeKeys, Lazy], framework: str, names: Sequence[str] = ()) -> Inventory:

@@ -7,13 +7,14 @@ Sequential are called on two small images that show what they do with channels a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from polyamp.porting.layouts.input_order import ChannelPosition, InputOrder, InputOrderRecorder, ValueFlow
+from polyamp_jax.arrays import join_path
 from polyamp_jax.porting.layers.activations import activation_form
 
 _SIZES: Final = ((), (24,), (16, 12), (8, 6, 4))
@@ -67,6 +68,38 @@ def input_orders(
     return recorder.inputs
 
 
+def sequential_chains(
+    modules: Iterable[tuple[str, Any]],
+    kind: type,
+    make_item: Callable[[Any, str], ChainItem],
+    is_shared: Callable[[Any], bool] = lambda part: False,
+) -> Iterator[list[ChainItem]]:
+    """Yield the items of every Sequential.
+
+    Args:
+        modules: path and module of all modules of a model, the outer ones first.
+        kind: the library's Sequential, whose subclasses may do something else.
+        make_item: function from a part of a Sequential and its path to the item.
+        is_shared: whether a part may be called elsewhere too, so that nothing is known of it.
+    """
+    inside: set[int] = set()
+
+    def items(path: str, chain: Any) -> Iterator[ChainItem]:
+        inside.add(id(chain))
+        for number, part in enumerate(chain.layers):
+            own = join_path(path, f"layers/{number}")
+            if is_shared(part):
+                yield ChainItem("unknown")
+            elif type(part) is kind:
+                yield from items(own, part)
+            else:
+                yield make_item(part, own)
+
+    for path, module in modules:
+        if type(module) is kind and id(module) not in inside:
+            yield list(items(path, module))
+
+
 def function_item(function: Any) -> ChainItem:
     """Return the item of a function in a Sequential."""
     form = activation_form(function)
@@ -93,8 +126,9 @@ def _follow_function(
     if not 0 < spatial < len(_SIZES):
         return None
     sizes = _SIZES[spatial]
-    of_channels = _image(np.linspace(0.5, 1.5, _CHANNELS), (1,) * spatial, sizes, channels, batch)
-    of_positions = _image(np.ones(1), sizes, sizes, channels, batch)
+    rows = np.linspace(0.5, 1.5, int(np.prod(sizes))).reshape(*sizes, 1)
+    of_channels = _image(np.linspace(0.5, 1.5, _CHANNELS), sizes, channels, batch)
+    of_positions = _image(rows, sizes, channels, batch)
     made, placed = _call(function, of_channels), _call(function, of_positions)
     if made is None or placed is None or made.shape != placed.shape:
         return None
@@ -113,14 +147,8 @@ def _follow_function(
     return None
 
 
-def _image(
-    values: Any, shape: tuple[int, ...], sizes: tuple[int, ...], channels: ChannelPosition, batch: tuple[int, ...]
-) -> Any:
-    """Return an image whose values rise with the channels alone, or with the positions alone."""
-    if shape == sizes:  # positions, in the order of rows
-        values = np.linspace(0.5, 1.5, int(np.prod(sizes))).reshape(*sizes, 1)
-    else:
-        values = values.reshape(*shape, -1)
+def _image(values: Any, sizes: tuple[int, ...], channels: ChannelPosition, batch: tuple[int, ...]) -> Any:
+    """Return an image with the values of its channels, the same at every position, or of its positions."""
     full = np.broadcast_to(values, (*sizes, _CHANNELS))
     full = np.moveaxis(full, -1, 0) if channels == "first" else full
     return np.ascontiguousarray(np.broadcast_to(full, (*batch, *full.shape)), np.float32)

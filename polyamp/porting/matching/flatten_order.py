@@ -10,7 +10,7 @@ prove it (`flatten_proof`), and questions otherwise. A run of both models on a b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +19,13 @@ from polyamp.errors import PortError, did_you_mean, join_first
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.lazy_array import Array, Lazy
-from polyamp.porting.matching.flatten_proof import EVIDENCE, Transposition, find_proven_orders
+from polyamp.porting.matching.flatten_proof import (
+    EVIDENCE,
+    Segment,
+    feature_count,
+    find_proven_orders,
+    flat_segment,
+)
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.recipe.overrides import covers
 
@@ -27,26 +33,6 @@ CHANNELS = "channels"
 """Value of `rows=` for a layer next to a flatten of channels."""
 Rows = Mapping[str, Literal["channels"] | None]
 _MAX_LISTED = 8
-
-
-class Segment(NamedTuple):
-    """Consecutive rows that are a matrix in the source's order, and its transpose in the target's.
-
-    Attributes:
-        start: first row.
-        major: length of the source's outer axis.
-        minor: length of the source's inner axis.
-    """
-
-    start: int
-    major: int
-    minor: int
-
-    def permute(self, index: Array) -> Array:
-        """Return an index of rows with the segment transposed."""
-        end = self.start + self.major * self.minor
-        turned = index[self.start : end].reshape(self.major, self.minor).T.reshape(-1)
-        return np.concatenate([index[: self.start], turned, index[end:]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,18 +162,14 @@ def find_flatten_orders(
 
 
 def _proven_reorderings(
-    rows: Mapping[str, Transposition | None], columns: Mapping[str, Transposition | None]
+    rows: Mapping[str, Segment | None], columns: Mapping[str, Segment | None]
 ) -> dict[str, ChannelOrder]:
     found = {}
     for path in {**rows, **columns}:
-        order = ChannelOrder(_proven_segments(rows.get(path)), _proven_segments(columns.get(path)), EVIDENCE)
-        if order.rows or order.columns:
-            found[path] = order
+        ours, theirs = (() if (segment := side.get(path)) is None else (segment,) for side in (rows, columns))
+        if ours or theirs:
+            found[path] = ChannelOrder(ours, theirs, EVIDENCE)
     return found
-
-
-def _proven_segments(order: Transposition | None) -> tuple[Segment, ...]:
-    return () if order is None else (Segment(0, *order),)
 
 
 def question_error(questions: Sequence[OrderQuestion], why: Mapping[str, str] = {}) -> PortError:
@@ -249,8 +231,7 @@ class _Candidate(NamedTuple):
     def order(self, first: bool, evidence: str) -> ChannelOrder | None:
         if not self.neighbour:
             return None
-        count = self.length // self.channels
-        segment = Segment(0, self.channels, count) if first else Segment(0, count, self.channels)
+        segment = flat_segment(self.channels, self.length, is_first=first)
         return ChannelOrder((segment,), (), evidence) if self.rows else ChannelOrder((), (segment,), evidence)
 
     def question(self, first: bool | None) -> OrderQuestion:
@@ -387,13 +368,9 @@ def _channel_counts(pairs: Sequence[LayerMatch]) -> dict[int, str]:
     }
 
 
-def _sizes(match: LayerMatch) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from match.fit.source.shapes(match.source.arrays).items()
-
-
 def _input_length(match: LayerMatch) -> int | None:
     """Return the number of values that a layer without channels takes; None if its arrays do not show it."""
-    shapes = dict(_sizes(match))
+    shapes = match.fit.source.shapes(match.source.arrays)
     for name in ("kernel", "query_kernel", "input_kernel"):
         if name in shapes:
             return shapes[name][0]
@@ -402,7 +379,7 @@ def _input_length(match: LayerMatch) -> int | None:
 
 def _output_width(match: LayerMatch) -> int:
     """Return the number of values that a layer without channels returns."""
-    shapes = dict(_sizes(match))
+    shapes = match.fit.source.shapes(match.source.arrays)
     for name in ("kernel", "output_kernel"):
         if name in shapes:
             return shapes[name][-1]
@@ -412,18 +389,5 @@ def _output_width(match: LayerMatch) -> int:
 
 
 def _channel_count(match: LayerMatch, role: str) -> int | None:
-    """Return the number of channels that a layer returns ("features") or takes ("inputs"); None for a layer without
-    channels."""
-    form = match.fit.source
-    row = find_kind(form.kind)
-    if not row.has_channels:
-        return None
-    shapes = form.shapes(match.source.arrays)
-    if not shapes:
-        return None
-    name = "kernel" if row.is_convolution else next(iter(shapes))
-    shape, axes = shapes[name], row.arrays[name]
-    for axis in range(-len(axes), 0):
-        if axes[axis].partition(" / ")[0] in (role, "channels"):
-            return shape[axis] * (int(form.attributes.get("groups") or 1) if axes[axis].endswith(" / groups") else 1)
-    return None
+    """Return the channels of `feature_count`; None for a layer without channels."""
+    return (feature_count(match, role) or None) if find_kind(match.fit.source.kind).has_channels else None

@@ -9,24 +9,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from polyamp.porting.layouts.input_order import InputOrder
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.layer_kinds import find_kind
+from polyamp.porting.layouts.lazy_array import Array
 from polyamp.porting.matching.matching import LayerMatch
 
 EVIDENCE: Final = "both graphs of modules show it"
 
 
-class Transposition(NamedTuple):
-    """Values that are a matrix in the source's order, and its transpose in the target's.
+class Segment(NamedTuple):
+    """Consecutive values that are a matrix in the source's order, and its transpose in the target's.
 
     Attributes:
+        start: first value.
         major: length of the source's outer axis.
-        minor: length of its inner axis.
+        minor: length of the source's inner axis.
     """
 
+    start: int
     major: int
     minor: int
+
+    def permute(self, index: Array) -> Array:
+        """Return an index of values with the segment transposed."""
+        end = self.start + self.major * self.minor
+        turned = index[self.start : end].reshape(self.major, self.minor).T.reshape(-1)
+        return np.concatenate([index[: self.start], turned, index[end:]])
+
+
+def flat_segment(channels: int, length: int, *, is_first: bool) -> Segment:
+    """Return the segment of flattened channels, which are first in the source or in the target."""
+    count = length // channels
+    return Segment(0, channels, count) if is_first else Segment(0, count, channels)
 
 
 class ProvenOrders(NamedTuple):
@@ -37,15 +54,15 @@ class ProvenOrders(NamedTuple):
         columns: (path of a target's dense layer, path of the layer that takes its reshaped output) -> the same.
     """
 
-    rows: dict[str, Transposition | None]
-    columns: dict[tuple[str, str], Transposition | None]
+    rows: dict[str, Segment | None]
+    columns: dict[tuple[str, str], Segment | None]
 
 
 def find_proven_orders(source: Inventory, target: Inventory, pairs: Sequence[LayerMatch]) -> ProvenOrders:
     """Return the orders that the graphs of both models prove."""
     partner = {each.source.path: each for each in pairs}
-    rows: dict[str, Transposition | None] = {}
-    columns: dict[tuple[str, str], Transposition | None] = {}
+    rows: dict[str, Segment | None] = {}
+    columns: dict[tuple[str, str], Segment | None] = {}
     for each in pairs:
         ours, theirs = source.inputs.get(each.source.path), target.inputs.get(each.target.path)
         if ours is None or theirs is None or ours.layer not in partner:
@@ -54,18 +71,18 @@ def find_proven_orders(source: Inventory, target: Inventory, pairs: Sequence[Lay
         if origin.target.path != theirs.layer:
             continue
         if each.fit.source.kind == "dense":
-            is_proven, order = _compare(ours, theirs, _length(each, "inputs"), _length(origin, "features"))
+            is_proven, order = _compare(ours, theirs, feature_count(each, "inputs"), feature_count(origin, "features"))
             if is_proven:
                 rows[each.target.path] = order
         elif find_kind(each.fit.source.kind).has_channels and origin.fit.source.kind == "dense":
-            is_proven, order = _compare(ours, theirs, _length(origin, "features"), _length(each, "inputs"))
+            is_proven, order = _compare(ours, theirs, feature_count(origin, "features"), feature_count(each, "inputs"))
             if is_proven:
                 columns[origin.target.path, each.target.path] = order
     several = {path for path, _ in columns if len({order for key, order in columns.items() if key[0] == path}) > 1}
     return ProvenOrders(rows, {key: order for key, order in columns.items() if key[0] not in several})
 
 
-def _compare(ours: InputOrder, theirs: InputOrder, length: int, channels: int) -> tuple[bool, Transposition | None]:
+def _compare(ours: InputOrder, theirs: InputOrder, length: int, channels: int) -> tuple[bool, Segment | None]:
     """Return whether both orders together are proven, and how the values are reordered.
 
     Args:
@@ -78,13 +95,12 @@ def _compare(ours: InputOrder, theirs: InputOrder, length: int, channels: int) -
         return True, None
     if ours.channels is None or theirs.channels is None or not channels or length % channels:
         return False, None
-    count = length // channels
-    return True, Transposition(channels, count) if ours.channels == "first" else Transposition(count, channels)
+    return True, flat_segment(channels, length, is_first=ours.channels == "first")
 
 
-def _length(match: LayerMatch, role: str) -> int:
-    """Return the number of features that a layer takes ("inputs") or returns ("features"); 0 if its arrays do not show
-    it."""
+def feature_count(match: LayerMatch, role: str) -> int:
+    """Return the number of features or channels that a layer takes ("inputs") or returns ("features"); 0 if its arrays
+    do not show it."""
     form = match.fit.source
     row, shapes = find_kind(form.kind), form.shapes(match.source.arrays)
     for name, axes in row.arrays.items():

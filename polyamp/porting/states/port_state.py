@@ -20,7 +20,6 @@ from polyamp.porting.alike_layers import make_settler
 from polyamp.porting.check import Batch
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.layouts.operations import Merge
-from polyamp.porting.matching.flatten_order import Rows
 from polyamp.porting.model_run import make_model_sides, trace_plan
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port_report import PortReport
@@ -33,7 +32,7 @@ from polyamp.porting.states.training_state import (
     native_state_arrays,
     transfer_arrays,
 )
-from polyamp.porting.transfer_plan import make_transfer_plan
+from polyamp.porting.transfer_plan import PortOptions, make_transfer_plan
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.train import checkpoint_checks
 from polyamp.train.recipe_changes import SettingChange
@@ -91,23 +90,13 @@ class StateReport(PortReport):
         )
 
 
-def port_state(
-    source: Any,
-    target: Any,
-    *,
-    names: Mapping[str, str] | None = None,
-    strict: bool = True,
-    rows: Rows | None = None,
-    batch: Any = None,
-) -> tuple[Any, StateReport]:
+def port_state(source: Any, target: Any, options: PortOptions, batch: Any) -> tuple[Any, StateReport]:
     """Move a training state to another framework; `polyamp.port` for training states.
 
     Args:
         source: a polyamp state, the path of a checkpoint, or `training(...)`.
         target: a polyamp state or `training(...)`.
-        names: see `port`.
-        strict: see `port`; False also continues if the recipes differ.
-        rows: see `port`.
+        options: see `port`; without `strict` differing recipes are no error either. There are no forms.
         batch: see `port`.
 
     Returns:
@@ -117,11 +106,12 @@ def port_state(
         PortError: as for `port`; optimizers are of two kinds, an array has no counterpart, or recipes differ.
         CheckpointError: a damaged file.
     """
+    strict = options.strict
     ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
     _check_same_slots(ours, theirs)
     sides = None if batch is None else _models_to_run(source, target, batch)
     settle = None if sides is None else make_settler(*sides)
-    plan = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict, rows=rows, settle=settle)
+    plan = make_transfer_plan(ours.inventory, theirs.inventory, **options._asdict(), settle=settle)
     traced: list[str] = []
     if sides is not None:
         plan, traced = trace_plan(sides[0], sides[1], plan, sides[2], strict=strict)

@@ -14,6 +14,7 @@ from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port import transfer_model
 from polyamp.porting.port_report import PortReport
+from polyamp.porting.transfer_plan import PortOptions
 from tests.core.porting.sketch import sketch
 
 Array = np.ndarray[Any, Any]
@@ -90,8 +91,7 @@ def moved(ours: ModelSide, theirs: ModelSide, batch: Array = BATCH, **options: A
     report: PortReport = transfer_model(
         ours,
         theirs,
-        options.get("names"),
-        options.get("strict", True),
+        PortOptions(options.get("names"), options.get("strict", True)),
         Batch(batch, batch),
         check=options.get("check", True),
     )[1]

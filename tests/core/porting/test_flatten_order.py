@@ -14,7 +14,8 @@ from polyamp.porting.flatten_trace import find_segments
 from polyamp.porting.layouts.input_order import InputOrder, InputOrderRecorder
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.matching.flatten_order import ChannelOrder, Segment
+from polyamp.porting.matching.flatten_order import ChannelOrder
+from polyamp.porting.matching.flatten_proof import Segment
 from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan
 from tests.core.porting.sketch import sketch
 from tests.core.porting.test_port import as_inventory, carried, values, with_attributes

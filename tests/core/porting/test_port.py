@@ -19,6 +19,7 @@ from polyamp.porting.matching.attribute_differences import Difference
 from polyamp.porting.model_side import ModelSide
 from polyamp.porting.port import transfer_model
 from polyamp.porting.port_report import PortReport, warn_of_differences
+from polyamp.porting.transfer_plan import PortOptions
 from polyamp.reference import MLP
 from tests.core.porting.sketch import sketch
 
@@ -42,11 +43,8 @@ def carried(source: Inventory, target: Inventory, **options: Any) -> tuple[dict[
     _, report = transfer_model(
         ModelSide(source, None, None),
         ModelSide(target, filler, "the target"),  # type: ignore[arg-type]  # fills, and does nothing else
-        options.get("names"),
-        options.get("strict", True),
+        PortOptions(**options),
         None,
-        rows=options.get("rows"),
-        forms=options.get("forms"),
     )
     return filler.leaves, report
 

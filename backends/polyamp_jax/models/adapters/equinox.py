@@ -49,13 +49,9 @@ class EquinoxAdapter(ModelAdapter):
     static: OpaqueValue
     stateful: bool
     axis_name: str | None
-    pinned_paths: frozenset[str]
+    pinned: frozenset[str]
     stream: ClassVar[str | None] = "key"
     module: ClassVar[type | tuple[type, ...]] = eqx.Module
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        return self.pinned_paths
 
     def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
         buffers, state = inputs.running.statistics
@@ -167,7 +163,7 @@ class EquinoxAdapter(ModelAdapter):
 
     def _hook_modules(self, module: Any, casts: CallCasts) -> Any:
         """Return the module with the submodules that cast inputs or open scopes replaced by wrapped copies."""
-        if not casts.is_active and not self.pinned_paths:
+        if not casts.is_active and not self.pinned:
             return module
 
         def copied(node: Any, keys: tuple[Any, ...]) -> Any:
@@ -177,7 +173,7 @@ class EquinoxAdapter(ModelAdapter):
             made = jax.tree.unflatten(structure, [copied(child, keys + key) for key, child in children])
             if isinstance(node, eqx.Module):
                 path = path_name(keys)
-                casts.hook_module(made, path, is_pinned=path in self.pinned_paths, uncast=(eqx.nn.State,))
+                casts.hook_module(made, path, is_pinned=path in self.pinned, uncast=(eqx.nn.State,))
             return made
 
         return copied(module, ())

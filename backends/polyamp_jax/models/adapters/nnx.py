@@ -41,7 +41,7 @@ from polyamp_jax.models.module_path import (
     ModulePath,
     PathStep,
     has_argument,
-    has_modules,
+    has_instances,
     is_argument_given,
     path_kind,
 )
@@ -285,7 +285,7 @@ def _read_attribute(own: Any, module: Any, name: str) -> Any:
         return binding.engine.call(route, (), {})
     if kind in ("module", "container"):
         return value if binding.native is None else _bind_shared_value(value, binding.engine, binding.route, step)
-    if binding is not NO_BINDING and _has_parameters(value):
+    if binding is not NO_BINDING and has_instances([value], nnx.Param):
         return binding.engine.with_compute_dtype(route, value)
     return value
 
@@ -296,14 +296,6 @@ def _is_property(own: Any, name: str) -> bool:
     return hasattr(type(definition), "__get__") and not callable(definition) and not inspect.isroutine(definition)
 
 
-def _has_parameters(value: Any) -> bool:
-    if isinstance(value, nnx.Param):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_has_parameters, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_parameters, value))
-
-
 def _bind_shared_value(value: Any, engine: ModuleEngine, outer: ModulePath, step: PathStep) -> Any:
     """Return a value of the user's model with its modules bound, inside the same containers."""
     if isinstance(value, nnx.Module):
@@ -311,7 +303,7 @@ def _bind_shared_value(value: Any, engine: ModuleEngine, outer: ModulePath, step
     route = outer.to(step, "container")
     if isinstance(value, Mapping):
         return {key: _bind_shared_value(item, engine, route, PathStep(key, False)) for key, item in value.items()}
-    if isinstance(value, list | tuple) and has_modules(value, nnx.Module):
+    if isinstance(value, list | tuple) and has_instances(value, nnx.Module):
         items = [_bind_shared_value(item, engine, route, PathStep(number, False)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

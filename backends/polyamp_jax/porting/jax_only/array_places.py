@@ -17,7 +17,7 @@ import numpy as np
 from polyamp.porting.layouts.inventory import InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.arrays import shape_struct
-from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
+from polyamp_jax.porting.jax_only.lazy_leaves import array_like, to_lazy
 
 LARGE_COUNT: Final = 2**30
 """A step counter so large that a moving average with it gets no bias correction."""
@@ -138,7 +138,7 @@ def replace_leaves(tree: Any, weights: Mapping[str, Weight], values: Mapping[str
         leaves[number] = by_index[()] if () in by_index else _stack_slices(leaves[number], by_index)
     for number, value in counters.items():
         leaf = leaves[number]
-        leaves[number] = _array_like(leaf, np.full(leaf.shape, value, leaf.dtype))
+        leaves[number] = array_like(leaf, np.full(leaf.shape, value, leaf.dtype))
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -151,11 +151,4 @@ def _stack_slices(leaf: Any, parts: Mapping[tuple[int, ...], Any]) -> Any:
     made = np.empty(leaf.shape, rows[0].dtype)
     for index, row in zip(np.ndindex(*lead), rows, strict=True):
         made[index] = row
-    return _array_like(leaf, made)
-
-
-def _array_like(leaf: Any, values: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return values
-    sharding = leaf.sharding if getattr(leaf, "committed", True) else None
-    return jax.device_put(values, sharding if isinstance(sharding, jax.sharding.Sharding) else None)
+    return array_like(leaf, made)

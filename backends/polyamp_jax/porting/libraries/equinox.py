@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +21,7 @@ from polyamp_jax import compat
 from polyamp_jax.arrays import shape_struct
 from polyamp_jax.models.adapters.equinox import split_model, walk_modules
 from polyamp_jax.models.call_hook import hook_calls
-from polyamp_jax.porting.input_orders import ChainItem, function_item, input_orders
+from polyamp_jax.porting.input_orders import ChainItem, function_item, input_orders, sequential_chains
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
 from polyamp_jax.porting.libraries.equinox_traversal import EquinoxLayer, EquinoxTraversal
@@ -31,9 +31,9 @@ from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     """Return the layers of a module, or of `(module, eqx.nn.State)`, with every array; the batch is not needed."""
     walk = _walk(model)
-    orders = input_orders(
-        _sequential_chains(model[0] if isinstance(model, tuple) else model), "first", is_batched=False
-    )
+    modules = walk_modules(model[0] if isinstance(model, tuple) else model)
+    chains = sequential_chains(modules, eqx.nn.Sequential, _chain_item)
+    orders = input_orders(chains, "first", is_batched=False)
     return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.other_arrays, inputs=orders)
 
 
@@ -86,24 +86,6 @@ def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
 def _walk(model: Any) -> EquinoxTraversal:
     split_model(model)  # raises if it is no equinox model
     return EquinoxTraversal(model)
-
-
-def _sequential_chains(module: Any) -> Iterator[list[ChainItem]]:
-    """Yield the items of every `eqx.nn.Sequential`."""
-    inside: set[int] = set()
-
-    def items(path: str, chain: Any) -> Iterator[ChainItem]:
-        inside.add(id(chain))
-        for number, part in enumerate(chain.layers):
-            own = f"{path}/layers/{number}".lstrip("/")
-            if type(part) is eqx.nn.Sequential:
-                yield from items(own, part)
-            else:
-                yield _chain_item(part, own)
-
-    for path, part in walk_modules(module):
-        if type(part) is eqx.nn.Sequential and id(part) not in inside:
-            yield list(items(path, part))
 
 
 def _chain_item(part: Any, path: str) -> ChainItem:

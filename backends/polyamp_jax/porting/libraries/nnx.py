@@ -22,7 +22,7 @@ from polyamp_jax.models import library_compat
 from polyamp_jax.models.adapters.nnx import split_model, walk_modules
 from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.models.running_state import RunningState
-from polyamp_jax.porting.input_orders import ChainItem, input_orders
+from polyamp_jax.porting.input_orders import input_orders, sequential_chains
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
@@ -126,8 +126,12 @@ class _NnxWalk:
         for _, module in walk_modules(self._model):  # before the layers: a Bidirectional may come after its halves
             self._note_directions(module)
         layers = list(self._under("", self._model))
-        orders = input_orders(_sequential_chains(self._model, self._paths), "last")
-        return Inventory(layers, "flax.nnx", self._has_order, self._other_arrays, orders)
+        chains = sequential_chains(walk_modules(self._model), nnx.Sequential, flax_chain_item, self._is_shared)
+        return Inventory(layers, "flax.nnx", self._has_order, self._other_arrays, input_orders(chains, "last"))
+
+    def _is_shared(self, part: Any) -> bool:
+        """Return whether arrays of a module have several places."""
+        return any(len(self._paths[id(each)]) > 1 for _, each in _variable_paths(part, "", ()))
 
     def _under(self, path: str, node: Any) -> Iterator[NativeLayer]:
         if isinstance(node, nnx.Variable) or (is_movable(node) and path in self._arrays):
@@ -201,26 +205,6 @@ class _NnxWalk:
             for rnn, reverse in ((node.forward_rnn, False), (node.backward_rnn, True)):
                 if isinstance(rnn, nnx.RNN):
                     self._reverse[id(rnn.cell)] = reverse
-
-
-def _sequential_chains(model: Any, paths: Mapping[int, list[str]]) -> Iterator[list[ChainItem]]:
-    """Yield the items of every `nnx.Sequential`. A layer whose arrays have several places may be called elsewhere, so
-    nothing is known of it."""
-    inside: set[int] = set()
-
-    def items(path: str, chain: Any) -> Iterator[ChainItem]:
-        inside.add(id(chain))
-        for number, part in enumerate(chain.layers):
-            own = f"{path}/layers/{number}".lstrip("/")
-            shared = any(len(paths[id(each)]) > 1 for _, each in _variable_paths(part, "", ()))
-            if type(part) is nnx.Sequential and not shared:
-                yield from items(own, part)
-            else:
-                yield ChainItem("unknown") if shared else flax_chain_item(part, own)
-
-    for path, module in walk_modules(model):
-        if type(module) is nnx.Sequential and id(module) not in inside:
-            yield list(items(path, module))
 
 
 def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
