@@ -28,8 +28,6 @@ from polyamp.report_page.page import (
 )
 from polyamp.report_page.text_format import count_text
 
-MAX_POINTS: Final = 400
-"""Largest number of records in a chart: of more, every second, third, ... is drawn, and every skipped one."""
 _OUTCOMES: Final[dict[str, Outcome]] = {"settled": "agree", "searching": "unfinished", "sinking": "differ"}
 
 
@@ -64,14 +62,12 @@ def _meta(header: MonitorHeader, records: Sequence[MonitorRecord]) -> str:
 
 
 def _curves(records: Sequence[MonitorRecord]) -> PageSection:
-    stride = math.ceil(len(records) / MAX_POINTS)
-    chosen = [record for number, record in enumerate(records) if number % stride == 0 or record.skipped]
-    steps = [record.call for record in chosen]
-    skipped = [record.call for record in chosen if record.skipped]
+    steps = [record.call for record in records]
+    skipped = [record.call for record in records if record.skipped]
 
     def chart(title: str, values: Sequence[float]) -> CurveChart:
         finite = [value if math.isfinite(value) else None for value in values]
-        return CurveChart(title, steps, [CurveLine(title, finite)], skipped)
+        return CurveChart(title, steps, [CurveLine(title, finite, skipped)])
 
     known = [record.skips for record in records if record.skips is not None]
     return PageSection(
@@ -81,9 +77,9 @@ def _curves(records: Sequence[MonitorRecord]) -> PageSection:
             "skipped step; a cross at the top a value that is not finite."
         ],
         [
-            chart("loss", [record.loss for record in chosen]),
-            chart("gradient norm", [record.grad_norm for record in chosen]),
-            chart("loss scale", [record.scale for record in chosen]),
+            chart("loss", [record.loss for record in records]),
+            chart("gradient norm", [record.grad_norm for record in records]),
+            chart("loss scale", [record.scale for record in records]),
         ],
     )
 

@@ -13,10 +13,17 @@ MAX_ROWS: Final = 80
 
 
 class CurveLine(NamedTuple):
-    """A line of a `CurveChart`. Attributes: its name; a value for each step, None where it is not finite."""
+    """A line of a `CurveChart`.
+
+    Attributes:
+        label: its name.
+        values: one for each of the first steps, None where it is not finite; no line is drawn without any.
+        skipped: the steps that are marked as skipped.
+    """
 
     label: str
     values: Sequence[float | None]
+    skipped: Sequence[int] = ()
 
 
 class CurveChart(NamedTuple):
@@ -26,13 +33,11 @@ class CurveChart(NamedTuple):
         title: what is drawn.
         steps: numbers of the steps.
         lines: at most four.
-        skipped: those of `steps` that are marked as skipped.
     """
 
     title: str
     steps: Sequence[int]
     lines: Sequence[CurveLine]
-    skipped: Sequence[int] = ()
 
 
 class ChartLimit(NamedTuple):

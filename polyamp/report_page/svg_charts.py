@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
 from polyamp.report_page import svg_axes, text_format
 from polyamp.report_page.page import MAX_ROWS, BarChart, Chart, CurveChart, HeatChart, has_values
 
+MAX_POINTS: Final = 400
+"""Number of points above which a line keeps only the least and the greatest of each interval."""
 _WIDE: Final = 1040
 _ROW: Final = 16
 _NAME_WIDTH: Final = 200
@@ -34,15 +36,39 @@ def _curves(chart: CurveChart) -> str:
     axis = svg_axes.value_axis(values)
     wide, high, count = svg_axes.CHART_WIDTH, svg_axes.CHART_HEIGHT, len(chart.steps)
     body = [svg_axes.frame(axis, count, wide, high, "step", chart.steps)]
-    for number, line in enumerate(chart.lines):
-        body.extend(svg_axes.curve_paths(enumerate(line.values, 1), axis, count, number))
-    marks = [index for index, step in enumerate(chart.steps, 1) if step in set(chart.skipped)]
+    places = {step: place for place, step in enumerate(chart.steps, 1)}
     bottom = high - svg_axes.BOTTOM_MARGIN - 1
-    if marks:
-        path = "".join(f"M{svg_axes.place(mark, count, wide) - 4:.1f} {bottom}h8l-4-8z" for mark in marks)
-        body.append(f'<path class="skipped s0" d="{path}"/>')
-    ends = [f"{line.label} from {_end(line.values, 0)} to {_end(line.values, -1)}" for line in chart.lines]
+    drawn = [(number, line) for number, line in enumerate(chart.lines) if line.values]
+    for number, line in drawn:
+        body.extend(svg_axes.curve_paths(_thin_values(line.values), axis, count, number))
+        marks = [svg_axes.place(places[step], count, wide) for step in line.skipped if step in places]
+        if marks:
+            path = "".join(f"M{mark - 4:.1f} {bottom}h8l-4-8z" for mark in marks)
+            body.append(f'<path class="skipped s{number % 4}" d="{path}"/>')
+    ends = [
+        f"{line.label} from {text_format.number(line.values[0])} to {text_format.number(line.values[-1])}"
+        for _, line in drawn
+    ]
     return svg_axes.svg(f"{chart.title} per step: {', '.join(ends)}", wide, high, "".join(body))
+
+
+def _thin_values(values: Sequence[float | None]) -> Iterable[tuple[int, float | None]]:
+    """Return places with their values; of too many, the least, greatest and first non-finite of each interval."""
+    numbered = list(enumerate(values, 1))
+    if len(numbered) <= MAX_POINTS:
+        return numbered
+    size = math.ceil(2 * len(numbered) / MAX_POINTS)
+    chosen: set[tuple[int, float | None]] = set()
+    for start in range(0, len(numbered), size):
+        part = numbered[start : start + size]
+        known = [pair for pair in part if pair[1] is not None]
+        chosen.update({min(known, key=_pair_value), max(known, key=_pair_value)} if known else ())
+        chosen.update([pair for pair in part if pair[1] is None][:1])
+    return sorted(chosen, key=lambda pair: pair[0])
+
+
+def _pair_value(pair: tuple[int, float | None]) -> float:
+    return pair[1] or 0.0
 
 
 def _heat(chart: HeatChart) -> str:
@@ -111,7 +137,3 @@ def _row_names(rows: Sequence[str]) -> str:
 def _axis_name(name: str, high: int) -> str:
     middle = (_NAME_WIDTH + _WIDE - 8) / 2
     return f'<text class="name" x="{middle:.0f}" y="{high - 6}" text-anchor="middle">{escape(name)}</text>'
-
-
-def _end(values: Sequence[float | None], index: int) -> str:
-    return text_format.number(values[index]) if values else "nothing"

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Final, Literal
+from typing import Final
 
 from polyamp.parity.report_data import (
     Comparison,
@@ -19,13 +19,13 @@ from polyamp.parity.report_data import (
     OperationSite,
     SideValues,
 )
+from polyamp.report_page.page import Outcome
 from polyamp.report_page.text_format import count_text as count_text
 from polyamp.report_page.text_format import number as number
 from polyamp.report_page.text_format import plain as plain
 from polyamp.report_page.text_format import truncate_end as truncate_end
 from polyamp.report_page.text_format import truncate_middle as truncate_middle
 
-Outcome = Literal["agree", "differ", "unfinished"]
 OUTCOME_TEXTS: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
 """Outcome -> its text. Unfinished: no divergence is known, and something failed or nothing was compared."""
 _FAILURE_TEXTS: Final[dict[str, str]] = {

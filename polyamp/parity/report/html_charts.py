@@ -1,27 +1,17 @@
-"""Charts of the HTML page as SVG text: metrics per step, and the error of every module.
+"""Chart of the HTML page as SVG text: the error of every module.
 
-The page's style sheet sets colours, line patterns and fonts: classes `s0`, `s1`, ... are sides, `bad` differs.
+The page's style sheet sets colours, line patterns and fonts: `bad` differs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from polyamp.parity.report import formatting
 from polyamp.report_page import svg_axes
-
-MAX_POINTS: Final = 400
-"""Number of points above which a line keeps only the least and the greatest of each interval."""
-
-
-class ChartSeries(NamedTuple):
-    """A side's line. Attributes: the number of its colour; a value per step from 1; skipped steps."""
-
-    number: int
-    values: Sequence[float | None]
-    skipped: Sequence[int] = ()
+from polyamp.report_page.svg_charts import MAX_POINTS
 
 
 class ErrorPoint(NamedTuple):
@@ -31,24 +21,6 @@ class ErrorPoint(NamedTuple):
     distance: float | None
     allowed: float
     counts: bool
-
-
-def curve_chart(title: str, series: Sequence[ChartSeries]) -> str:
-    """Return a chart of a number per step, with a line for each side."""
-    values = [value for line in series for value in line.values if value is not None and math.isfinite(value)]
-    steps = max((len(line.values) for line in series), default=0)
-    if not values or not steps:
-        return ""
-    axis = svg_axes.value_axis(values)
-    body = [svg_axes.frame(axis, steps, svg_axes.CHART_WIDTH, svg_axes.CHART_HEIGHT, "step")]
-    for line in series:
-        body.extend(_line(line, axis, steps))
-    texts = [
-        f"side {line.number + 1} from {_end_text(line.values, 0)} to {_end_text(line.values, -1)}" for line in series
-    ]
-    return svg_axes.svg(
-        f"{title} per step: {', '.join(texts)}", svg_axes.CHART_WIDTH, svg_axes.CHART_HEIGHT, "".join(body)
-    )
 
 
 def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int | None = None) -> str:
@@ -91,34 +63,6 @@ def error_chart(title: str, points: Sequence[ErrorPoint], count: int, mark: int 
     return svg_axes.svg(f"{title}: {beyond} beyond what rounding allows", wide, high, "".join(body))
 
 
-def _line(line: ChartSeries, axis: svg_axes.ChartAxis, steps: int) -> Iterator[str]:
-    """Yield a side's line, broken at non-finite values, with crosses there and triangles at skipped steps."""
-    yield from svg_axes.curve_paths(_thin_values(line.values), axis, steps, line.number)
-    bottom = svg_axes.CHART_HEIGHT - svg_axes.BOTTOM_MARGIN - 1
-    marks = "".join(
-        f"M{svg_axes.place(step, steps, svg_axes.CHART_WIDTH) - 4:.1f} {bottom}h8l-4-8z"
-        for step in line.skipped
-        if step <= steps
-    )
-    if marks:
-        yield f'<path class="skipped s{line.number % 4}" d="{marks}"/>'
-
-
-def _thin_values(values: Sequence[float | None]) -> Iterable[tuple[int, float | None]]:
-    """Return steps with their values; of too many, the least, greatest and first non-finite of each interval."""
-    numbered = list(enumerate(values, 1))
-    if len(numbered) <= MAX_POINTS:
-        return numbered
-    size = math.ceil(2 * len(numbered) / MAX_POINTS)
-    chosen: set[tuple[int, float | None]] = set()
-    for start in range(0, len(numbered), size):
-        part = numbered[start : start + size]
-        known = [pair for pair in part if pair[1] is not None]
-        chosen.update({min(known, key=_pair_value), max(known, key=_pair_value)} if known else ())
-        chosen.update([pair for pair in part if pair[1] is None][:1])
-    return sorted(chosen, key=lambda pair: pair[0])
-
-
 def _thin_points(points: Sequence[ErrorPoint]) -> Sequence[ErrorPoint]:
     """Return the points; of too many, the one of each interval with the largest share of its allowed distance."""
     size = math.ceil(len(points) / MAX_POINTS)
@@ -130,10 +74,6 @@ def _allowed_share(point: ErrorPoint) -> float:
     return math.inf if point.distance is None else point.distance / (point.allowed or 1.0)
 
 
-def _pair_value(pair: tuple[int, float | None]) -> float:
-    return pair[1] or 0.0
-
-
 def _point_position(
     point: ErrorPoint, axis: svg_axes.ChartAxis, count: int, wide: int, high: int
 ) -> tuple[float, float]:
@@ -142,7 +82,3 @@ def _point_position(
     if point.distance is None or not math.isfinite(point.distance):
         return x, float(svg_axes.TOP_MARGIN)
     return x, axis.y(point.distance, high) if point.distance else float(high - svg_axes.BOTTOM_MARGIN)
-
-
-def _end_text(values: Sequence[float | None], index: int) -> str:
-    return formatting.number(values[index]) if values else "nothing"

@@ -17,6 +17,8 @@ from polyamp.errors import join_first
 from polyamp.parity.report import formatting, html_charts
 from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence, Findings
 from polyamp.report_page.html_page import csp_hash, page_css, safe_markup
+from polyamp.report_page.page import CurveChart, CurveLine
+from polyamp.report_page.svg_charts import draw_chart
 
 _TEMPLATE_FOLDER: Final = Path(__file__).parent / "template"
 MAX_PAGE_BYTES: Final = 490_000
@@ -272,9 +274,9 @@ def _phase_section(name: str, judge: bool, curves: list[Curve], labels: list[str
         steps = max(map(len, values))
         changes = len({value for line in values for value in line}) > 1
         if steps > 1 and changes:
-            lines = zip(numbers, values, curves, strict=True)
-            series = [html_charts.ChartSeries(number, line, curve.skipped) for number, line, curve in lines]
-            charts.append((title, html_charts.curve_chart(f"{title}, {name}", series)))
+            own = {number: (line, curve.skipped) for number, line, curve in zip(numbers, values, curves, strict=True)}
+            lines = [CurveLine(f"side {number + 1}", *own.get(number, ((),))) for number in range(max(numbers) + 1)]
+            charts.append((title, draw_chart(CurveChart(f"{title}, {name}", range(1, steps + 1), lines))))
         columns.append((title, _end_values(values)))
     heading = ["side", *(title for title, _ in columns), "skipped steps"]
     cells = zip(*(texts for _, texts in columns), strict=True) if columns else [()] * len(curves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from collections.abc import Sequence
@@ -10,79 +9,47 @@ from typing import Any, Final
 
 from polyamp.parity.report import formatting, html_page
 from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Findings
+from polyamp.report_page import png_page
+from polyamp.report_page.page import CurveChart, CurveLine
 
-_SIDE_STYLES: Final = (
-    ("#0b5cad", "-", 4.0),
-    ("#d9730d", "-", 1.8),
-    ("#12806f", (0, (5, 3)), 1.8),
-    ("#7c3aed", ":", 1.8),
-)
-"""Colour, pattern and width of each side's line. The first is the widest and the last two have gaps, so that
-coinciding curves all stay visible."""
 _STAGE_STYLES: Final = (("forward", "o", "#0b5cad"), ("backward", "s", "#12806f"), ("update", "^", "#7c3aed"))
-_DIFFERENCE_COLOUR: Final = "#b3261e"
-_OUTCOME_COLOURS: Final = {"agree": "#17663a", "differ": _DIFFERENCE_COLOUR, "unfinished": "#7a4b00"}
+_DIFFERENCE_COLOUR: Final = png_page.OUTCOME_COLOURS["differ"]
 _MAX_NAMED: Final = 20
 """Largest number of modules that are named below the charts of all phases together."""
 _MAX_NAME: Final = 22
 """Columns of a module's name."""
 _MAX_PHASES: Final = 4
 """Largest number of phases that are drawn; the page has all."""
-_WIDTH: Final = 12.0
-_DPI: Final = 100
 
 
 def draw(report: Findings) -> bytes:
     """Return a PNG, 1200 pixels wide."""
-    import warnings
-
-    import matplotlib as mpl
-
-    with mpl.rc_context(), warnings.catch_warnings():
-        mpl.rcdefaults()  # a user's own style would change the picture
-        mpl.rcParams.update({"text.parse_math": False, "font.size": 10.5})  # `$` in a module's name is no formula
-        warnings.simplefilter("ignore", UserWarning)  # a letter that the font lacks is drawn as a box
-        return _render_png(report)
-
-
-def _render_png(report: Findings) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     pair = formatting.divergent_comparison(report) or next(iter(report.comparisons), None)
     rows = pair.rows if pair is not None else []
     compared = dict.fromkeys(row.phase for row in rows)  # without reference phases
     phases = list(compared or dict.fromkeys(report.phases))[:_MAX_PHASES]
     curves = any(curve.loss for curve in report.curves if curve.phase in phases)
     heights = [2.9] * curves + [4.0] * bool(rows)
-    title = textwrap.wrap(formatting.truncate_middle(formatting.verdict(report), 230), 80)
+
+    def fill(figure: Any) -> None:
+        marks: dict[str, Any] = {}
+        grid: Any = figure.add_gridspec(max(len(heights), 1), max(len(phases), 1), height_ratios=heights or None)
+        for column, phase in enumerate(phases):
+            if curves:
+                _draw_losses(figure.add_subplot(grid[0, column]), report, phase, column == 0)
+            if pair is not None and rows:
+                axes = figure.add_subplot(grid[len(heights) - 1, column])
+                _draw_errors(axes, pair, phase, column == 0, _MAX_NAMED // len(phases))
+                marks.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        if marks:
+            figure.legend(marks.values(), marks.keys(), loc="lower left", ncols=6, frameon=False, fontsize=9.5)
+
+    title = formatting.truncate_middle(formatting.verdict(report), 230)
     below = [
         line for text in _subtitle_texts(report) for line in textwrap.wrap(formatting.truncate_end(text, 230), 125)
     ]
-    head, foot = 0.31 * len(title) + 0.22 * len(below) + 0.3, 0.55 if rows else 0.0
-    full = sum(heights) + head + foot
-    figure = Figure(figsize=(_WIDTH, full), dpi=_DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    layout: Any = figure.get_layout_engine()
-    layout.set(rect=(0.0, foot / full, 1.0, 1 - (head + foot) / full), w_pad=0.08, h_pad=0.08)
-    colour = _OUTCOME_COLOURS[formatting.outcome(report)]
-    figure.text(0.012, 1 - 0.12 / full, "\n".join(title), va="top", fontsize=16, weight="bold", color=colour)
-    at = 1 - (0.2 + 0.31 * len(title)) / full
-    figure.text(0.012, at, "\n".join(below), va="top", fontsize=11, color="#333333", linespacing=1.3)
-    marks: dict[str, Any] = {}
-    grid: Any = figure.add_gridspec(max(len(heights), 1), max(len(phases), 1), height_ratios=heights or None)
-    for column, phase in enumerate(phases):
-        if curves:
-            _draw_losses(figure.add_subplot(grid[0, column]), report, phase, column == 0)
-        if pair is not None and rows:
-            axes = figure.add_subplot(grid[len(heights) - 1, column])
-            _draw_errors(axes, pair, phase, column == 0, _MAX_NAMED // len(phases))
-            marks.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    if marks:
-        figure.legend(marks.values(), marks.keys(), loc="lower left", ncols=6, frameon=False, fontsize=9.5)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+    outcome = formatting.outcome(report)
+    return png_page.draw_figure(outcome, title, below, sum(heights), fill, foot=0.55 if rows else 0.0)
 
 
 def _subtitle_texts(report: Findings) -> list[str]:
@@ -94,38 +61,17 @@ def _subtitle_texts(report: Findings) -> list[str]:
 
 
 def _draw_losses(axes: Any, report: Findings, phase: str, leftmost: bool) -> None:
-    """Draw the loss of each side under one phase; skipped steps are marked on the axis."""
-    labels = formatting.labels(report)
-    curves = [curve for curve in report.curves if curve.phase == phase and curve.loss]
-    for curve in curves:
-        number = labels.index(curve.side) % len(_SIDE_STYLES)
-        colour, pattern, width = _SIDE_STYLES[number]
-        steps = range(1, len(curve.loss) + 1)
-        values = [math.nan if value is None else value for value in curve.loss]
-        dot = {"marker": "o", "markersize": 9 - 3 * number} if len(values) == 1 else {}
-        name = formatting.truncate_middle(curve.side, 24) + _nonfinite_text(curve)
-        axes.plot(steps, values, label=name, color=colour, linestyle=pattern, linewidth=width, **dot)
-        skipped = [step for step in curve.skipped if step <= len(values)]
-        if skipped:
-            axes.plot(skipped, [0.02] * len(skipped), "^", color=colour, transform=axes.get_xaxis_transform())
-    finite = [value for curve in curves for value in curve.loss if value is not None]
-    if finite and min(finite) > 0 and max(finite) > 100 * min(finite):
-        axes.set_yscale("log")
+    """Draw the loss of each side under one phase."""
+    curves = {curve.side: curve for curve in report.curves if curve.phase == phase and curve.loss}
+    sides = [curves.get(label, Curve(side=label, phase=phase)) for label in formatting.labels(report)]
+    lines = [CurveLine(curve.side, curve.loss, curve.skipped) for curve in sides]
+    steps = range(1, max((len(line.values) for line in lines), default=0) + 1)
+    png_page.draw_curves(axes, CurveChart("loss", steps, lines))
     axes.set_title(formatting.truncate_middle(phase, 40), loc="left", weight="bold")
-    axes.set_xlabel("step (triangle: skipped)" if any(curve.skipped for curve in curves) else "step")
     if leftmost:
         axes.set_ylabel("loss")
-    _format_axes(axes)
-    if curves:
-        axes.legend(frameon=False, loc="upper right", fontsize=9.5)
-    else:
+    if not curves:
         axes.text(0.5, 0.5, "no steps", transform=axes.transAxes, ha="center", color="#555555")
-
-
-def _nonfinite_text(curve: Curve) -> str:
-    """Return the number of a curve's non-finite values, which cannot be drawn, for the legend."""
-    nonfinite = sum(value is None for value in curve.loss)
-    return f" ({nonfinite} not finite)" if nonfinite else ""
 
 
 def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool, named: int) -> None:
@@ -155,7 +101,7 @@ def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool, named:
     axes.set_xlim(0.5, max(len(modules), 1) + 0.5)
     if leftmost:
         axes.set_ylabel("relative error")
-    _format_axes(axes)
+    png_page.format_axes(axes)
     names = named_modules(list(modules), named, None if first is None or first.phase != phase else first.module)
     plain = map(formatting.plain, names)
     labels = [name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}" for name in plain]
@@ -185,16 +131,3 @@ def _draw_marks(
     face = colour if counts else "none"
     places = [number for number, _ in rows]
     axes.plot(places, values, marker, markersize=5, color=colour, markerfacecolor=face, linestyle="none", label=label)
-
-
-def _format_axes(axes: Any) -> None:
-    """Format the axes: integers on x, plain numbers on y, a light grid, no box."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
-    if axes.get_yscale() == "log":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formatting.number(value)))
-        axes.tick_params(axis="y", which="minor", left=False, labelleft=False)
-    axes.grid(axis="y", color="#d5dae1", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

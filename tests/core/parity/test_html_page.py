@@ -331,28 +331,6 @@ def test_one_step_has_numbers_and_no_curve() -> None:
     assert "per step" not in " ".join(value for _, attribute, value in parsed.attributes if attribute == "aria-label")
 
 
-def test_curves_mark_what_was_skipped_and_what_is_not_finite() -> None:
-    series = html_charts.ChartSeries(1, [1.0, None, 0.5, 0.25], skipped=[2])
-    drawn = html_charts.curve_chart("loss", [series])
-    assert 'aria-label="loss per step: side 2 from 1 to 0.25"' in drawn
-    assert drawn.count('class="lost s1"') == 1
-    assert drawn.count('class="skipped s1"') == 1
-    (line,) = re.findall(r'class="line s1" d="([^"]*)"', drawn)
-    assert line.count("M") == 2
-    assert html_charts.curve_chart("loss", [html_charts.ChartSeries(0, [None, None])]) == ""
-
-
-def test_very_long_curves_keep_their_spikes() -> None:
-    values: list[float | None] = [1.0] * 50_000
-    values[31_234] = 9.0
-    drawn = html_charts.curve_chart("loss", [html_charts.ChartSeries(0, values)])
-    assert len(drawn) < 15_000
-    (line,) = re.findall(r'class="line s0" d="M([^"]*)"', drawn)
-    heights = [float(place.split()[1]) for place in line.split("L")]
-    assert sum(height < min(heights) + 1 for height in heights) == 1
-    assert len(heights) <= html_charts.MAX_POINTS
-
-
 def test_errors_are_placed_by_module_and_size() -> None:
     points = [html_charts.ErrorPoint(1, 1e-7, 1e-6, False), html_charts.ErrorPoint(3, 1e-4, 1e-6, True)]
     drawn = html_charts.error_chart("forward, float32", points, 3, mark=3)

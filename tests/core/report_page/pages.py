@@ -22,7 +22,8 @@ COLUMNS = [str(exponent) for exponent in range(-40, 42, 2)]
 def full_page(name: str = "model") -> ReportPage:
     """Return a page that has everything."""
     rows = [*MODULES, f"{name}/<script>alert(1)</script>"]
-    scale = CurveChart("loss scale", STEPS, [CurveLine("scale", [2.0 ** (16 - n // 2) for n in range(12)])], [300, 700])
+    scales = [2.0 ** (16 - n // 2) for n in range(12)]
+    scale = CurveChart("loss scale", STEPS, [CurveLine("scale", scales, [300, 700])])
     losses = [2.0 / (n + 1) if n != 5 else None for n in range(12)]
     two = CurveChart(
         "loss", STEPS, [CurveLine("first", losses), CurveLine("second", [3.0 / (n + 1) for n in range(12)])]

@@ -13,7 +13,7 @@ from polyamp.report_page.html_page import csp_hash, page_css, render_html
 from polyamp.report_page.page import MAX_ROWS, BarChart, BarPart, CurveChart, CurveLine, HeatChart
 from polyamp.report_page.page_files import save_page
 from polyamp.report_page.png_page import draw_png
-from polyamp.report_page.svg_charts import draw_chart
+from polyamp.report_page.svg_charts import MAX_POINTS, draw_chart
 from tests.core.report_page.pages import empty_page, full_page
 
 
@@ -38,8 +38,7 @@ def test_what_has_nothing_to_show_is_no_chart() -> None:
 
 
 def test_a_curve_is_broken_where_it_is_not_finite_and_skipped_steps_are_marked() -> None:
-    chart = CurveChart("loss", [10, 20, 30, 40], [CurveLine("loss", [4.0, None, 2.0, 1.0])], skipped=[20])
-    drawn = draw_chart(chart)
+    drawn = draw_chart(CurveChart("loss", [10, 20, 30, 40], [CurveLine("loss", [4.0, None, 2.0, 1.0], skipped=[20])]))
     path = re.search(r'class="line s0" d="([^"]*)"', drawn)
     assert path is not None
     assert path[1].count("M") == 2
@@ -48,6 +47,25 @@ def test_a_curve_is_broken_where_it_is_not_finite_and_skipped_steps_are_marked()
     assert ">10<" in drawn
     assert ">40<" in drawn
     assert 'aria-label="loss per step: loss from 4 to 1"' in drawn
+
+
+def test_a_line_without_values_keeps_its_colour_for_others() -> None:
+    lines = [CurveLine("side 1", []), CurveLine("side 2", [1.0, None, 0.5, 0.25], skipped=[2, 9])]
+    drawn = draw_chart(CurveChart("loss", range(1, 5), lines))
+    assert 'aria-label="loss per step: side 2 from 1 to 0.25"' in drawn
+    assert re.findall(r'class="(\w+ s\d)"', drawn) == ["line s1", "lost s1", "skipped s1"]
+    assert drawn.count("h8l-4-8z") == 1
+
+
+def test_very_long_curves_keep_their_spikes() -> None:
+    values: list[float | None] = [1.0] * 50_000
+    values[31_234] = 9.0
+    drawn = draw_chart(CurveChart("loss", range(1, 50_001), [CurveLine("side 1", values)]))
+    assert len(drawn) < 15_000
+    (line,) = re.findall(r'class="line s0" d="M([^"]*)"', drawn)
+    heights = [float(place.split()[1]) for place in line.split("L")]
+    assert sum(height < min(heights) + 1 for height in heights) == 1
+    assert len(heights) <= MAX_POINTS
 
 
 def test_a_share_is_darker_than_a_smaller_one_and_none_is_missing() -> None:
