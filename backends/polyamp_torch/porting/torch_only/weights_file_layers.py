@@ -67,7 +67,7 @@ def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) 
 
     for read in _FILE_READERS:
         for layer in list(read(rest)):
-            take(layer.forms, layer.names, layer.suffix)
+            take(layer.forms, layer.tensors, layer.suffix)
     for scale, bias in (("weight", "bias"), ("gamma", "beta"), ("scale", "bias")):
         if scale in rest and len(rest[scale].array.shape) > 0:
             names = {name: name for name in (scale, bias) if name in rest}
