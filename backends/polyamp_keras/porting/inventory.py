@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -127,10 +128,9 @@ class KerasInventory:
 
     def _of_another(self, model: Any) -> Iterator[NativeLayer]:
         """Yield the variables of a model that is no Keras layer, of which only names are known."""
-        for name, variable in list(model_variables(model).parameters.items()) + list(
-            model_variables(model).running.items()
-        ):
-            form = Form("parameter", same("value"))
+        found = model_variables(model)
+        form = Form("parameter", same("value"))
+        for name, variable in (*found.parameters.items(), *found.running.items()):
             yield NativeLayer(name, {"value": self._leaf(name, variable)}, (form,), class_name(model))
 
     def _left(self, model: Any) -> Iterator[tuple[str, str]]:
@@ -206,20 +206,12 @@ def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
 
 def _set_flatten_channels(listed: list[NativeLayer], model: Any) -> list[NativeLayer]:
     """Set flatten layers to channels first if the model's convolutions are, unless `data_format` says so already."""
-    told = any(getattr(module.layer, "data_format", None) == "channels_first" for module in _flatten_layers(model))
+    flattens = [module.layer for module in list_layers(model) if isinstance(module.layer, keras.layers.Flatten)]
+    told = any(getattr(layer, "data_format", None) == "channels_first" for layer in flattens)
     if told or Inventory(listed, "keras").channels != "first":
         return listed
     first = (Form("flatten", (), {"channels": "first"}),)
-    return [
-        NativeLayer(layer.path, layer.leaves, first, layer.module, layer.lines)
-        if layer.forms[0].kind == "flatten"
-        else layer
-        for layer in listed
-    ]
-
-
-def _flatten_layers(model: Any) -> list[LayerEntry]:
-    return [module for module in list_layers(model) if isinstance(module.layer, keras.layers.Flatten)]
+    return [dataclasses.replace(layer, forms=first) if layer.forms[0].kind == "flatten" else layer for layer in listed]
 
 
 def _unused_name(name: str, taken: Mapping[str, Any]) -> str:
