@@ -10,7 +10,7 @@ import keras
 
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form, same
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import registered_form
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.arrays import is_floating, native_variable, numpy_dtype, variable_key
@@ -123,15 +123,14 @@ class KerasInventory:
             if key in named or not is_floating(native_variable(variable)):
                 continue
             path = "/".join(word for word in (module.stable_path, name) if word)
-            form = Form("parameter", same("value"))
-            yield NativeLayer(path, {"value": self._leaf(path, variable)}, (form,), class_name(module.layer))
+            leaves = {"value": self._leaf(path, variable)}
+            yield NativeLayer(path, leaves, (parameter_form(),), class_name(module.layer))
 
     def _of_another(self, model: Any) -> Iterator[NativeLayer]:
         """Yield the variables of a model that is no Keras layer, of which only names are known."""
         found = model_variables(model)
-        form = Form("parameter", same("value"))
         for name, variable in (*found.parameters.items(), *found.running.items()):
-            yield NativeLayer(name, {"value": self._leaf(name, variable)}, (form,), class_name(model))
+            yield NativeLayer(name, {"value": self._leaf(name, variable)}, (parameter_form(),), class_name(model))
 
     def _left(self, model: Any) -> Iterator[tuple[str, str]]:
         generators = [item for module in list_layers(model) for item in seed_generators(module.layer)]

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.layer_layout import Form, Rule, parameter_form
 from polyamp.porting.layouts.operations import Shift, Transpose
 from polyamp_torch.porting.layers.layer_record import (
     AttributeLine,
@@ -189,10 +189,7 @@ def prelu(module: Any) -> list[LayerRecord]:
 
 def opaque_parameters(module: Any) -> list[LayerRecord]:
     """Read each array as it is, as a layer that no other framework has."""
-    return [
-        LayerRecord((Form("parameter", (Rule((name,), ("value",)),)),), suffix=name)
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+    return [LayerRecord((parameter_form(name),), suffix=name) for name, _ in module.named_parameters(recurse=False)]
 
 
 def norm_by_name(module: nn.Module) -> list[LayerRecord]:
