@@ -97,9 +97,8 @@ class FlattenTrace:
             ours, theirs = self._inputs(path, one, two)
             if ours is None or theirs is None:
                 continue
-            found = find_segments(
-                _flatten_samples(ours, self._length(path)), _flatten_samples(theirs, self._length(path)), self._channels
-            )
+            length = self._kernel_shape(path)[0]
+            found = find_segments(_flatten_samples(ours, length), _flatten_samples(theirs, length), self._channels)
             if found is not None and self._may_have(found):
                 self._settled.add((path, True))
                 self._set(path, ChannelOrder(found, (), _EVIDENCE), rows=True)
@@ -117,7 +116,7 @@ class FlattenTrace:
         if ours is None or theirs is None or not ours.size:
             return
         ours = self._adapt(ours)
-        is_whole = ours[0].size == self._features(question.path)
+        is_whole = ours[0].size == self._kernel_shape(question.path)[1]
         if is_close(ours, theirs):
             other = ours.reshape(len(ours), -1, question.channels).swapaxes(1, 2).reshape(ours.shape) if is_whole else 0
             is_shown = not is_close(ours, other, _APART) if is_whole else _agree(one, two, self._adapt)
@@ -169,12 +168,6 @@ class FlattenTrace:
     def _inputs(self, path: str, one: Evaluation, two: Evaluation) -> tuple[Array | None, Array | None]:
         match = self._pairs.get(path)
         return (None, None) if match is None else (one.inputs.get(match.source.path), two.inputs.get(path))
-
-    def _length(self, path: str) -> int:
-        return self._kernel_shape(path)[0]
-
-    def _features(self, path: str) -> int:
-        return self._kernel_shape(path)[1]
 
     def _kernel_shape(self, path: str) -> tuple[int, ...]:
         match = self._pairs[path]

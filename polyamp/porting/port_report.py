@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -13,6 +14,8 @@ from polyamp.porting.matching.attribute_differences import Difference, format_di
 
 _MAX_WARNED: Final = 3
 """Largest number of differences in the warning."""
+_MAX_ROWS: Final = 12
+"""Largest number of layers of each side in a table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,26 +130,22 @@ def warn_of_differences(report: PortReport, stacklevel: int) -> None:
         warnings.warn(f"what the weights do not carry differs: {said}{more}", UserWarning, stacklevel=stacklevel + 1)
 
 
-def format_sides(
-    ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], heading: tuple[str, str], *, limit: int = 12
-) -> str:
-    """Return two columns of layers for a message.
+def format_sides(ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], heading: tuple[str, str]) -> str:
+    """Return two columns of layers for a message; what does not fit is counted.
 
     Args:
         ours: layers of the source.
         theirs: layers of the target.
         heading: titles of the columns.
-        limit: maximum rows of each; further rows are counted.
     """
     columns = []
     for layers, title in zip((ours, theirs), heading, strict=True):
-        rows = [title, *(format_layer(layer) for layer in layers[:limit])]
-        rows += [f"... and {len(layers) - limit} more"] if len(layers) > limit else []
-        columns.append(rows or [title])
-    height = max(map(len, columns))
-    padded = [column + [""] * (height - len(column)) for column in columns]
-    width = max(map(len, padded[0]))
-    return "\n".join(f"  {one:<{width}}  |  {two}".rstrip() for one, two in zip(*padded, strict=True))
+        rows = [title, *(format_layer(layer) for layer in layers[:_MAX_ROWS])]
+        rows += [f"... and {len(layers) - _MAX_ROWS} more"] if len(layers) > _MAX_ROWS else []
+        columns.append(rows)
+    width = max(map(len, columns[0]))
+    both = itertools.zip_longest(*columns, fillvalue="")
+    return "\n".join(f"  {one:<{width}}  |  {two}".rstrip() for one, two in both)
 
 
 def format_layer(layer: NativeLayer) -> str:

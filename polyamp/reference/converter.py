@@ -6,7 +6,7 @@ An `MLP` has dense layers and batch normalisation, whose layout is the canonical
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.models import EPSILON, MLP, MOMENTUM
 from polyamp.reference.tensor import Tensor
-
-if TYPE_CHECKING:
-    from polyamp.reference.arrays import Array
 
 
 class ReferenceConverter:

@@ -18,7 +18,7 @@ import numpy as np
 from polyamp.errors import ArgumentError, describe_value, join_first
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
-from polyamp_jax.arrays import named_leaves, to_numpy
+from polyamp_jax.arrays import named_leaves, path_name, to_numpy
 from polyamp_jax.models.libraries import adapt
 from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.porting.jax_only.optax_masks import masked_parts
@@ -101,10 +101,7 @@ class JaxTraining:
 
     def replaced(self, arrays: Mapping[str, Array]) -> JaxTraining:
         held = _state_tree(self._parts.params, self._parts.running, self._holder.state)
-        names = list(named_leaves(held))
-        leaves, structure = jax.tree.flatten(held)
-        made = [_array_like(leaf, arrays[name]) for name, leaf in zip(names, leaves, strict=True)]
-        new = jax.tree.unflatten(structure, made)
+        new = jax.tree_util.tree_map_with_path(lambda keys, leaf: _array_like(leaf, arrays[path_name(keys)]), held)
         model = self._parts.adapter.join(new["model"], self._parts.running._replace(statistics=new["running"]))
         step = int(arrays["step"]) if "step" in arrays else None
         optimizer = self._holder.replaced(new["optimizer"], new["model"], model, step)

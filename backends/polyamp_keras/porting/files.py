@@ -41,12 +41,7 @@ from polyamp_keras.porting.h5_archive import (
 from polyamp_keras.porting.inventory import KerasInventory, read_keras_model
 from polyamp_keras.precision.bound_model import native_model
 
-_ZEROS: Final[Mapping[str, Any]] = {
-    "module": "keras.initializers",
-    "class_name": "Zeros",
-    "config": {},
-    "registered_name": None,
-}
+_ZEROS: Final[Mapping[str, Any]] = keras.saving.serialize_keras_object(keras.initializers.Zeros())
 
 _CHECKSUM_OFFSET: Final = 14
 """Offset of the checksum in a zip member's local header; in the central directory it is two bytes larger."""

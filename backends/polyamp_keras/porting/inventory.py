@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form, same
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import registered_form
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.arrays import is_floating, native_variable, numpy_dtype, variable_key
@@ -122,16 +123,14 @@ class KerasInventory:
             if key in named or not is_floating(native_variable(variable)):
                 continue
             path = "/".join(word for word in (module.stable_path, name) if word)
-            form = Form("parameter", same("value"))
-            yield NativeLayer(path, {"value": self._leaf(path, variable)}, (form,), class_name(module.layer))
+            leaves = {"value": self._leaf(path, variable)}
+            yield NativeLayer(path, leaves, (parameter_form(),), class_name(module.layer))
 
     def _of_another(self, model: Any) -> Iterator[NativeLayer]:
         """Yield the variables of a model that is no Keras layer, of which only names are known."""
-        for name, variable in list(model_variables(model).parameters.items()) + list(
-            model_variables(model).running.items()
-        ):
-            form = Form("parameter", same("value"))
-            yield NativeLayer(name, {"value": self._leaf(name, variable)}, (form,), class_name(model))
+        found = model_variables(model)
+        for name, variable in (*found.parameters.items(), *found.running.items()):
+            yield NativeLayer(name, {"value": self._leaf(name, variable)}, (parameter_form(),), class_name(model))
 
     def _left(self, model: Any) -> Iterator[tuple[str, str]]:
         generators = [item for module in list_layers(model) for item in seed_generators(module.layer)]
@@ -206,20 +205,12 @@ def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
 
 def _set_flatten_channels(listed: list[NativeLayer], model: Any) -> list[NativeLayer]:
     """Set flatten layers to channels first if the model's convolutions are, unless `data_format` says so already."""
-    told = any(getattr(module.layer, "data_format", None) == "channels_first" for module in _flatten_layers(model))
+    flattens = [module.layer for module in list_layers(model) if isinstance(module.layer, keras.layers.Flatten)]
+    told = any(getattr(layer, "data_format", None) == "channels_first" for layer in flattens)
     if told or Inventory(listed, "keras").channels != "first":
         return listed
     first = (Form("flatten", (), {"channels": "first"}),)
-    return [
-        NativeLayer(layer.path, layer.leaves, first, layer.module, layer.lines)
-        if layer.forms[0].kind == "flatten"
-        else layer
-        for layer in listed
-    ]
-
-
-def _flatten_layers(model: Any) -> list[LayerEntry]:
-    return [module for module in list_layers(model) if isinstance(module.layer, keras.layers.Flatten)]
+    return [dataclasses.replace(layer, forms=first) if layer.forms[0].kind == "flatten" else layer for layer in listed]
 
 
 def _unused_name(name: str, taken: Mapping[str, Any]) -> str:

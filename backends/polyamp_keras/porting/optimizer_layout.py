@@ -43,12 +43,10 @@ def read_optimizer_layout(optimizer: Any, parameters: Sequence[str]) -> Optimize
     )
     called = f"keras.optimizers.{type(optimizer).__name__}"
     numbers = dict.fromkeys(parameters, 0)
-    if native is None:
-        refused = [f"it is trained by {called}, of which polyamp knows no formula"]
-        return OptimizerLayout({}, {}, [{"type": called}], numbers, refused=refused)
-    refused = _unsupported_settings(optimizer, called)
-    if refused:
-        return OptimizerLayout({}, {}, [{"type": tag}], numbers, refused=refused)
+    unknown = [f"it is trained by {called}, of which polyamp knows no formula"]
+    refused = unknown if native is None else _unsupported_settings(optimizer, called)
+    if native is None or refused:
+        return OptimizerLayout({}, {}, [{"type": tag or called}], numbers, refused=refused)
     slots = {
         native.slots[word]: {
             path: f"optimizer/{names[variable_key(variable)]}"

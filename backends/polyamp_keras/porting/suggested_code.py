@@ -12,17 +12,11 @@ from polyamp_keras.compat import layer_attributes
 from polyamp_keras.models.layers import is_container, list_layers
 
 AttributeLine = Callable[[Any], str]
-_ASSIGNABLE: Final = {
-    "epsilon": "epsilon",
-    "momentum": "momentum",
-    "rate": "rate",
-    "dropout": "dropout",
-    "recurrent_dropout": "recurrent_dropout",
-    "negative_slope": "negative_slope",
-    "alpha": "alpha",
-    "axis": "axis",
-}
-"""Canonical attribute -> the Keras layer's attribute of the same meaning."""
+_ASSIGNABLE: Final = (
+    *("epsilon", "momentum", "rate", "dropout", "recurrent_dropout"),
+    *("negative_slope", "alpha", "axis"),
+)
+"""Canonical attributes that Keras layers have under the same names."""
 _COMMENT: Final = "  # at "
 _SEQUENCES: Final = {"strides": "strides", "dilation": "dilation_rate", "window": "pool_size", "size": "size"}
 _ACTIVATION_CODE: Final = {
@@ -48,7 +42,7 @@ def attribute_lines(layer: Any, form: Form, place: str) -> dict[str, AttributeLi
         place = "layer"
     for name in form.attributes:
         if name in _ASSIGNABLE and name in vars(layer):
-            found[name] = _assignment_line(f"{place}.{_ASSIGNABLE[name]}")
+            found[name] = _assignment_line(f"{place}.{name}")
         elif name in _SEQUENCES and hasattr(layer, _SEQUENCES[name]):
             found[name] = _sequence_line(f"{place}.{_SEQUENCES[name]}")
         elif name in ("activation", "recurrent_activation") and hasattr(layer, name):

@@ -14,7 +14,7 @@ from typing import Final
 
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_kinds import KINDS
-from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.layer_layout import Form, Rule, parameter_form
 from polyamp.porting.layouts.operations import Shape
 from polyamp_keras.porting.h5_archive import StoredArray
 from polyamp_keras.porting.layers.layer_table import file_row
@@ -64,7 +64,7 @@ def _group_layers(
         return
     for key, leaf in leaves.items():
         own = f"{path}/{key}".lstrip("/")
-        yield NativeLayer(own, {"value": leaf}, (Form("parameter", same("value")),), "")
+        yield NativeLayer(own, {"value": leaf}, (parameter_form(),), "")
 
 
 def _layer_name(group: str, names: Mapping[str, str]) -> tuple[str, str]:
@@ -157,7 +157,7 @@ def _forms_of_shapes(shapes: list[Shape]) -> Iterator[Form]:
         if word:
             yield from _forms_of_class(word, shapes)
         else:
-            yield Form("parameter", (Rule(("0",), ("value",)),))
+            yield parameter_form("0")
 
 
 def _join_layers(layers: list[NativeLayer]) -> Iterator[NativeLayer]:

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from polyamp.errors import ModelError, PortError, describe_value
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_torch.compat import WRAPPER_CLASSES, non_persistent_buffers
 from polyamp_torch.porting.input_orders import input_orders
@@ -204,8 +204,8 @@ class _TorchWalk:
         if full in self.claimed:
             return
         path = "/".join(part for part in (self.short[place], name) if part)
-        form = Form("parameter", (Rule((name,), ("value",)),))
-        self.layers.append(NativeLayer(path, {name: self.leaf(tensor, full)}, (form,), _class_name(module)))
+        leaves = {name: self.leaf(tensor, full)}
+        self.layers.append(NativeLayer(path, leaves, (parameter_form(name),), _class_name(module)))
 
     def tell_activation(self, module: Any, place: str) -> None:
         """Assign the functional activation of an `nn.Transformer` layer to its first dense layer."""

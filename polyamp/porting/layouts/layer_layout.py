@@ -175,6 +175,11 @@ class Form:
         return lost
 
 
+def parameter_form(name: str = "value") -> Form:
+    """Return the form of a parameter of no layer, by its name in the module."""
+    return Form("parameter", (Rule((name,), ("value",)),))
+
+
 class _DerivedArray(Lazy):
     """Canonical array that records its native arrays. If the other side has the same operations, it gets the native
     arrays themselves, without a copy and bit for bit."""

@@ -343,16 +343,15 @@ def _drop_doubtful_pairs(matching: Matching) -> None:
 
 def _all_layers(matching: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
     """Return all layers of both sides."""
-    ours = [
-        *(each.source for each in matching.pairs),
-        *matching.unmatched[0],
-        *(layer for one, _ in matching.indistinguishable for layer in one),
-    ]
-    theirs = [
-        *(each.target for each in matching.pairs),
-        *matching.unmatched[1],
-        *(layer for _, two in matching.indistinguishable for layer in two),
-    ]
+    paired = [each.source for each in matching.pairs], [each.target for each in matching.pairs]
+    ours, theirs = (
+        [
+            *paired[side],
+            *matching.unmatched[side],
+            *(one for group in matching.indistinguishable for one in group[side]),
+        ]
+        for side in (0, 1)
+    )
     return ours, theirs
 
 

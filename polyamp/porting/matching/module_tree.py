@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -62,15 +63,9 @@ def count_values(layer: NativeLayer, *, tied: bool = False, biases: bool = True)
         except (ValueError, KeyError):
             pass
         else:
-            total = 0
-            for name, shape in shapes.items():
-                if name == "bias" and not biases and layer.forms[0].kind in BIASED_KINDS:
-                    continue
-                size = 1
-                for length in shape:
-                    size *= length
-                total += size
-            return total
+            if not biases and layer.forms[0].kind in BIASED_KINDS:
+                shapes.pop("bias", None)
+            return sum(map(math.prod, shapes.values()))
     return sum(array.size for array in own.values())
 
 

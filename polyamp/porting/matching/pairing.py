@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from polyamp.porting.matching.module_names import NATURAL_ORDER, ModuleName, parse_module_name
 from polyamp.porting.matching.module_tree import ModuleNode
@@ -255,23 +255,15 @@ def _match_stems(ours: Counter[str], theirs: Counter[str], *, sure: bool) -> dic
     """Map stems of the source to equivalent stems of the target. They are compared whole, by last segment, by first
     segment, by words, and by own words. If the others are sure, a single remaining stem is matched too."""
 
-    def whole(stem: str) -> object:
-        return stem
-
-    def last(stem: str) -> object:
-        return stem.rpartition("/")[2]
-
-    def first(stem: str) -> object:
-        return stem.partition("/")[0]
-
-    def words(stem: str) -> object:
-        return ModuleName(stem, ()).words or stem
-
-    def own(stem: str) -> object:
-        return ModuleName(stem, ()).own or stem
-
+    parts: tuple[Callable[[str], object], ...] = (
+        lambda stem: stem,
+        lambda stem: stem.rpartition("/")[2],
+        lambda stem: stem.partition("/")[0],
+        lambda stem: ModuleName(stem, ()).words or stem,
+        lambda stem: ModuleName(stem, ()).own or stem,
+    )
     alike: dict[str, str] = {}
-    for part in (whole, last, first, words, own):
+    for part in parts:
         for stem in [stem for stem in ours if stem not in alike]:
             close = [o for o in theirs if o not in alike.values() and part(o) == part(stem)]
             twice = [o for o in ours if o not in alike and part(o) == part(stem)]

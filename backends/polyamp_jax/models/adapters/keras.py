@@ -249,9 +249,6 @@ class KerasPass(ModelPass):
             written=written or None,
         )
 
-    def view(self) -> Any:
-        return self._adapter.view(self._params, self._running)
-
     def refuse_changes(self, before: Mapping[str, Any]) -> None:
         """Raise if a variable has another value than before, and take the write back.
 

@@ -53,14 +53,8 @@ class OptimizerHolder:
         own = self.optimizer
         if hasattr(own, "wrt"):
             return self._replaced_nnx(state, model, step)
-        state = jax.tree.unflatten(
-            jax.tree.structure(self._held, is_leaf=_is_variable),
-            [
-                old.replace(new) if _is_variable(old) else new
-                for old, new in zip(
-                    jax.tree.leaves(self._held, is_leaf=_is_variable), jax.tree.leaves(state), strict=True
-                )
-            ],
+        state = jax.tree.map(
+            lambda old, new: old.replace(new) if _is_variable(old) else new, self._held, state, is_leaf=_is_variable
         )
         if _is_pair(own):
             return own[0], state

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form, same
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import shape_struct
@@ -112,7 +112,7 @@ def _chain_item(part: Any, path: str) -> ChainItem:
 def _native_layer(part: EquinoxLayer) -> NativeLayer:
     leaves = {local: weight.inventory_leaf(part.name(local)) for local, weight in part.weights.items()}
     if part.layer is None:
-        return NativeLayer(part.path, leaves, part.forms or (Form("parameter", same("value")),))
+        return NativeLayer(part.path, leaves, part.forms or (parameter_form(),))
     form, row, lines = registered_form(part.layer), find_layer_spec(part.layer), {}
     if form is None and row is not None:
         form = row.form(part.layer)

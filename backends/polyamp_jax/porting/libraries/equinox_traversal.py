@@ -144,10 +144,8 @@ class EquinoxTraversal:
                 self._visit(child, join_path(path, name), {})
 
     def _leaf(self, place: Any, path: str) -> None:
-        if isinstance(place, _SharedArray):
+        if isinstance(place, _SharedArray) or place.is_weight:
             self.parts.append(EquinoxLayer(path, None, {"value": _make_weight(place)}))
-        elif place.is_weight:
-            self.parts.append(EquinoxLayer(path, None, {"value": Weight(place)}))
         elif place.is_array:
             self.other_arrays[path] = "no floating numbers"
 

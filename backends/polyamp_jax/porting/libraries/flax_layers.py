@@ -208,11 +208,6 @@ def dropout(shapes: Shapes, settings: LayerSettings) -> Form:
     return Form("dropout", (), _select_settings(settings, "rate"))
 
 
-def parameter_form(name: str) -> Form:
-    """Return the form of a parameter of no layer, from its name in the module."""
-    return Form("parameter", (Rule((name,), ("value",)),))
-
-
 def check_unmasked(settings: LayerSettings) -> None:
     """Raise `RefusedError` if the kernel is multiplied with a mask."""
     if settings.get("mask") is not None:

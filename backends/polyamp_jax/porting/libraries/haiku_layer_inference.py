@@ -12,7 +12,7 @@ from typing import Final
 
 import haiku as hk
 
-from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.operations import Shape
 from polyamp_jax.porting.libraries import haiku_layers as forms
 from polyamp_jax.porting.libraries.flax_layers import RefusedError
@@ -66,7 +66,7 @@ def forms_by_name(path: str, shapes: Shapes) -> tuple[Form, ...]:
     found = _fitting_forms(tuple(_candidate_makers(name, chosen)), chosen)
     if found and len(chosen) == 1 and "w" not in chosen:
         (leaf,) = chosen
-        return (*found, Form("parameter", (Rule((leaf,), ("value",)),)))
+        return (*found, parameter_form(leaf))
     return found
 
 
@@ -77,7 +77,7 @@ def parameter_forms(name: str, shape: Shape) -> tuple[Form, ...]:
         name: its name.
         shape: its shape.
     """
-    plain = Form("parameter", same("value"))
+    plain = parameter_form()
     if len(shape) <= 1 and _SLOPE.search(name.lower()):
         return Form("prelu", (flat_array_rule("value", "slope", shape),)), plain
     return (plain,)

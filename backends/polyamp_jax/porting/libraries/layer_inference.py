@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.layer_layout import Form, Rule, parameter_form
 from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 
 Shapes = Mapping[str, Shape]
@@ -96,7 +96,7 @@ def _layer_forms(path: str, roles: Shapes) -> tuple[dict[str, str], tuple[Form, 
         chosen = tuple(role for role in ("scale", "bias", "mean", "variance") if role in has)
         forms = norm_forms(path, chosen)
     elif "table" in has:
-        chosen, forms = ("table",), (Form("embedding", (Rule(("table",), ("table",)),)), _parameter_form("table"))
+        chosen, forms = ("table",), (Form("embedding", (Rule(("table",), ("table",)),)), parameter_form("table"))
     else:
         return {}, ()
     return {spelt[role]: role for role in chosen}, forms
@@ -144,12 +144,12 @@ def norm_forms(path: str, roles: tuple[str, ...]) -> tuple[Form, ...]:
     elif re.search("group|gn", path.lower()):
         kinds.reverse()
     found = tuple(Form(kind, rules) for kind in kinds)
-    return (*found, _parameter_form("scale")) if roles == ("scale",) else found
+    return (*found, parameter_form("scale")) if roles == ("scale",) else found
 
 
 def single_array_forms(path: str, shape: Shape) -> tuple[Form, ...]:
     """Return possible forms of an array whose name indicates no role, under the name "value"."""
-    name, plain = path.rpartition("/")[2].lower(), _parameter_form("value")
+    name, plain = path.rpartition("/")[2].lower(), parameter_form()
     if len(shape) == 1 and re.search(r"norm|ln|rms|scale|gamma", name):
         return (*(Form(kind, (Rule(("value",), ("scale",)),)) for kind in ("rms_norm", "layer_norm")), plain)
     if len(shape) != 2 or re.search(r"cls|class|pos|token$|query$", name):
@@ -159,7 +159,3 @@ def single_array_forms(path: str, shape: Shape) -> tuple[Form, ...]:
         return table
     turn = (Transpose((1, 0)),)
     return (*(Form("dense", (Rule(("value",), ("kernel",), each),)) for each in ((), turn)), *table)
-
-
-def _parameter_form(name: str) -> Form:
-    return Form("parameter", (Rule((name,), ("value",)),))

@@ -176,11 +176,8 @@ def _walk_attributes(module: Any, structure: LinenStructure) -> None:
 def _submodules(value: Any) -> Sequence[Any]:
     if isinstance(value, linen.Module):
         return [value]
-    if isinstance(value, Mapping):
-        return [module for item in value.values() for module in _submodules(item)]
-    if isinstance(value, list | tuple):
-        return [module for item in value for module in _submodules(item)]
-    return []
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [module for item in parts for module in _submodules(item)]
 
 
 def _inspect_calls(module: Any, batch: CallInputs, structure: LinenStructure) -> None:
@@ -200,7 +197,7 @@ def _inspect_calls(module: Any, batch: CallInputs, structure: LinenStructure) ->
         return output
 
     def make(arrays: Any) -> None:
-        args, kwargs = jax.tree.unflatten(treedef, [_argument_value(leaf, arrays) for leaf in flat])
+        args, kwargs = jax.tree.unflatten(treedef, [arrays.get(number, leaf) for number, leaf in enumerate(flat)])
         args, kwargs = set_inference_arguments(module.__call__, args, kwargs, add=True)
         with linen.intercept_methods(intercept):
             variables = module.init(jax.random.key(0), *args, **kwargs)
@@ -209,12 +206,7 @@ def _inspect_calls(module: Any, batch: CallInputs, structure: LinenStructure) ->
 
     flat, treedef = jax.tree.flatten((batch.args, dict(batch.kwargs)))
     arrays = {number: leaf for number, leaf in enumerate(flat) if isinstance(leaf, np.ndarray | jax.Array)}
-    flat = [number if number in arrays else (leaf,) for number, leaf in enumerate(flat)]
     jax.eval_shape(make, arrays)
-
-
-def _argument_value(leaf: Any, arrays: Mapping[int, Any]) -> Any:
-    return arrays[leaf] if isinstance(leaf, int) else leaf[0]
 
 
 def _leaf_paths(tree: Any) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp_jax.porting.libraries import flax_layers as forms
 from polyamp_jax.porting.libraries.flax_layer_table import LAYER_SPECS
 from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, Shapes
@@ -96,7 +96,7 @@ def forms_by_name(module: str, shapes: Shapes) -> tuple[Form, ...]:
             "or porting.export(model, batch))"
         )
     if len(shapes) == 1:
-        found.append(forms.parameter_form(next(iter(shapes))))
+        found.append(parameter_form(next(iter(shapes))))
     return tuple(found)
 
 
@@ -139,7 +139,7 @@ def _is_named_class(maker: FormMaker, default: str, module: str) -> bool:
     if default in _MAKER_BY_CLASS:
         return _MAKER_BY_CLASS[default] is function
     said = module.lower()
-    return any(word in said and function is made for word, made in _MAKER_BY_WORD)
+    return any(word in said for word in _WORDS_BY_MAKER.get(function, ()))
 
 
 _MAKER_BY_CLASS: Final[Mapping[str, FormMaker]] = {
@@ -153,17 +153,12 @@ _MAKER_BY_CLASS: Final[Mapping[str, FormMaker]] = {
     "GroupNorm": forms.group_norm,
     "InstanceNorm": forms.group_norm,
 }
-_MAKER_BY_WORD: Final[tuple[tuple[str, FormMaker], ...]] = (
-    ("convtrans", forms.conv_transpose),
-    ("conv_trans", forms.conv_transpose),
-    ("deconv", forms.conv_transpose),
-    ("conv", forms.conv),
-    ("query", forms.dense_general),
-    ("key", forms.dense_general),
-    ("value", forms.dense_general),
-    ("qkv", forms.dense_general),
-    ("rms", forms.rms_norm),
-    ("layer", forms.layer_norm),
-    ("group", forms.group_norm),
-)
-"""A part of a module's user-given name -> the form maker that it indicates."""
+_WORDS_BY_MAKER: Final[Mapping[FormMaker, tuple[str, ...]]] = {
+    forms.conv_transpose: ("convtrans", "conv_trans", "deconv"),
+    forms.conv: ("conv",),
+    forms.dense_general: ("query", "key", "value", "qkv"),
+    forms.rms_norm: ("rms",),
+    forms.layer_norm: ("layer",),
+    forms.group_norm: ("group",),
+}
+"""Form maker -> the parts of a module's user-given name that indicate it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
 from polyamp_jax.porting.libraries import linen_layer_inference
@@ -22,7 +22,7 @@ from polyamp_jax.porting.libraries.flax_layer_table import (
     make_form,
     refusal_error,
 )
-from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError, parameter_form
+from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError
 
 LinenPath = tuple[str, ...]
 

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import join_path, named_leaves, path_name
@@ -34,7 +34,6 @@ from polyamp_jax.porting.libraries.flax_layer_table import (
     find_layer_spec,
     make_form,
 )
-from polyamp_jax.porting.libraries.flax_layers import parameter_form
 from polyamp_jax.porting.libraries.linen_layer_inference import NORM_SUBMODULES
 from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 

@@ -15,7 +15,6 @@ from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Operation, Reshape, Shape, Split, Transpose
 from polyamp_torch.porting.layers.layer_record import (
-    FileLayer,
     LayerLeaves,
     LayerReader,
     LayerRecord,
@@ -74,7 +73,7 @@ def attention(module: Any) -> list[LayerRecord]:
     return one_layer(kind, attention_rules(shapes, module.num_heads), attributes, lines)
 
 
-def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
+def file_layers(own: LayerLeaves) -> Iterator[LayerRecord]:
     """Yield the attention of a module in a file, with one form for each number of heads, usual head sizes first."""
     if not has_attention(own) or "out_proj.weight" not in own:
         return
@@ -82,8 +81,8 @@ def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
     width = shapes["out_proj.weight"][0]
     sizes = [size for size in range(1, width + 1) if width % size == 0]
     sizes.sort(key=lambda size: _HEAD_SIZES.index(size) if size in _HEAD_SIZES else len(_HEAD_SIZES))
-    forms = [Form("attention", tuple(attention_rules(shapes, width // size)), {"mask": "drop"}) for size in sizes]
-    yield FileLayer(forms, {name: name for rule in forms[0].rules for name in rule.native})
+    forms = (Form("attention", tuple(attention_rules(shapes, width // size)), {"mask": "drop"}) for size in sizes)
+    yield LayerRecord(tuple(forms))
 
 
 READERS: Final[dict[type, LayerReader]] = {nn.MultiheadAttention: attention}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +17,7 @@ AttributeLine = Callable[[str, Any], str]
 
 @dataclasses.dataclass(frozen=True)
 class LayerRecord:
-    """One layer of a module, from which `inventory` builds a `NativeLayer`.
+    """One layer of a module, or of its arrays in a file, from which a `NativeLayer` is built.
 
     Attributes:
         forms: possible forms, likeliest first.
@@ -45,21 +45,7 @@ LayerLeaves = Mapping[str, InventoryLeaf]
 """Arrays of one module in a file, by name."""
 
 
-class FileLayer(NamedTuple):
-    """One layer in a file, recognised by the names of its arrays.
-
-    Attributes:
-        forms: possible forms, likeliest first.
-        names: native array, as the forms' rules name it -> its name in the module.
-        suffix: appended to the module's path; names a cell in a stack.
-    """
-
-    forms: Sequence[Form]
-    names: Mapping[str, str]
-    suffix: str = ""
-
-
-FileReader = Callable[[LayerLeaves], Iterator[FileLayer]]
+FileReader = Callable[[LayerLeaves], Iterator[LayerRecord]]
 """Function from the arrays of a module in a file to the layers that it recognises."""
 
 

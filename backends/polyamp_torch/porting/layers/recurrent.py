@@ -16,7 +16,7 @@ from torch import nn
 from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Transpose
-from polyamp_torch.porting.layers.layer_record import FileLayer, LayerLeaves, LayerReader, LayerRecord
+from polyamp_torch.porting.layers.layer_record import LayerLeaves, LayerReader, LayerRecord
 
 _TRANSPOSED: Final = (Transpose((1, 0)),)
 _STACKED_CELL: Final = re.compile(r"weight_hh_l(\d+)(_reverse)?$")
@@ -88,14 +88,14 @@ def recurrent_cell(module: Any) -> list[LayerRecord]:
     return [LayerRecord((_module_form(kind, module, attributes),))]
 
 
-def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
+def file_layers(own: LayerLeaves) -> Iterator[LayerRecord]:
     """Yield the cells of a module in a file."""
     for name in own:
         if name == "weight_hh" or _STACKED_CELL.match(name):
             yield _file_cell(name, own)
 
 
-def _file_cell(name: str, own: LayerLeaves) -> FileLayer:
+def _file_cell(name: str, own: LayerLeaves) -> LayerRecord:
     """Return a cell and its position in a stack, by its recurrent kernel's name."""
     end = name.removeprefix("weight_hh")
     names = {each: each + end for each in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}
@@ -108,7 +108,7 @@ def _file_cell(name: str, own: LayerLeaves) -> FileLayer:
     form = cell_form(kind, bias="bias_ih" in names, projection=width if "weight_hr" in names else 0)
     place = _STACKED_CELL.match(name)
     if place is None:
-        return FileLayer([form], names)
+        return LayerRecord((form,), names)
     stacked = any(_STACKED_CELL.match(each) and not each.startswith("weight_hh_l0") for each in own)
     both = any(each.endswith("reverse") for each in own)
     several = stacked or place[1] != "0"
@@ -116,7 +116,7 @@ def _file_cell(name: str, own: LayerLeaves) -> FileLayer:
     if place[2] or both:
         parts.append("backward" if place[2] else "forward")
     attributes = {**form.attributes, "reverse": bool(place[2])}
-    return FileLayer([Form(form.kind, form.rules, attributes)], names, "/".join(parts))
+    return LayerRecord((Form(form.kind, form.rules, attributes),), names, "/".join(parts))
 
 
 READERS: Final[dict[type, LayerReader]] = {

@@ -15,11 +15,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.layer_layout import Form, Rule, parameter_form
 from polyamp.porting.layouts.operations import Shift, Transpose
 from polyamp_torch.porting.layers.layer_record import (
     AttributeLine,
-    FileLayer,
     LayerLeaves,
     LayerReader,
     LayerRecord,
@@ -167,13 +166,10 @@ def batch_norm(module: Any) -> list[LayerRecord]:
     return one_layer("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes, lines)
 
 
-def file_layers(own: LayerLeaves) -> Iterator[FileLayer]:
+def file_layers(own: LayerLeaves) -> Iterator[LayerRecord]:
     """Yield the batch norm of a module in a file."""
     if "running_mean" in own and "running_var" in own:
-        rules = array_rules(own, **_BATCH_NORM_ARRAYS)
-        yield FileLayer(
-            [Form("batch_norm", rules, {"unbiased": True})], {rule.native[0]: rule.native[0] for rule in rules}
-        )
+        yield LayerRecord((Form("batch_norm", array_rules(own, **_BATCH_NORM_ARRAYS), {"unbiased": True}),))
 
 
 def frozen_batch_norm(module: Any) -> list[LayerRecord]:
@@ -193,10 +189,7 @@ def prelu(module: Any) -> list[LayerRecord]:
 
 def opaque_parameters(module: Any) -> list[LayerRecord]:
     """Read each array as it is, as a layer that no other framework has."""
-    return [
-        LayerRecord((Form("parameter", (Rule((name,), ("value",)),)),), suffix=name)
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+    return [LayerRecord((parameter_form(name),), suffix=name) for name, _ in module.named_parameters(recurse=False)]
 
 
 def norm_by_name(module: nn.Module) -> list[LayerRecord]:

@@ -13,7 +13,7 @@ from typing import Final
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
-from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.layer_layout import Form, Rule, parameter_form
 from polyamp.porting.layouts.operations import Shape
 from polyamp_torch.porting.layers import attention, recurrent, weight_layers
 from polyamp_torch.porting.layers.layer_record import FileReader, LayerLeaves
@@ -67,7 +67,7 @@ def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) 
 
     for read in _FILE_READERS:
         for layer in list(read(rest)):
-            take(layer.forms, layer.names, layer.suffix)
+            take(layer.forms, layer.tensors, layer.suffix)
     for scale, bias in (("weight", "bias"), ("gamma", "beta"), ("scale", "bias")):
         if scale in rest and len(rest[scale].array.shape) > 0:
             names = {name: name for name in (scale, bias) if name in rest}
@@ -76,7 +76,7 @@ def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) 
                 take(forms, names)
             break
     for name in list(rest):
-        take([Form("parameter", (Rule((name,), ("value",)),))], {name: name}, name)
+        take([parameter_form(name)], {name: name}, name)
     return found
 
 
@@ -110,7 +110,7 @@ def _norm_forms(path: str, scale: str, biases: tuple[Rule, ...]) -> list[Form]:
         return [layer, group]
     rms, slope = Form("rms_norm", rules), Form("prelu", (Rule((scale,), ("slope",)),))
     named = any(word in path.lower().rpartition("/")[2] for word in ("ln", "layernorm", "layer_norm"))
-    value = Form("parameter", (Rule((scale,), ("value",)),))
+    value = parameter_form(scale)
     return [layer, rms, value] if named and "rms" not in path.lower() else [rms, layer, slope, value]
 
 
