@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from polyamp.parity.trace.observer import DropoutCount, Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
@@ -26,8 +28,6 @@ from polyamp.porting.states.training_state import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from polyamp.parity.trace.observer import UniformSource
     from polyamp.results import LossFunction
 
@@ -62,8 +62,6 @@ class SharedRandomNumbers:
 
     def next(self, shape: tuple[int, ...]) -> Array:
         """Return the next numbers, float32."""
-        import numpy as np
-
         self._count += 1
         return np.random.default_rng([self._count, *shape]).random(shape, np.float32)
 
@@ -72,8 +70,6 @@ class SharedRandomNumbers:
         rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
 
         def draws(shape: tuple[int, ...]) -> Array:
-            import numpy as np
-
             if not rank or len(shape) != rank:
                 return self.next(tuple(shape))
             return np.ascontiguousarray(np.moveaxis(self.next((shape[0], *shape[2:], shape[1])), -1, 1))
@@ -297,6 +293,4 @@ def _trainable_names(mapping: ArrayMapping) -> set[str]:
 
 def _channels_last(array: Array, rank: int) -> Array:
     """Return an output with its channels last, if it has the rank of an image."""
-    import numpy as np
-
     return np.moveaxis(array, 1, -1) if rank and array.ndim == rank else array

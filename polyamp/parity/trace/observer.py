@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from polyamp.contract.casting_report import OperationCount
 from polyamp.errors import ModelError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from polyamp.contract.backend import State
     from polyamp.recipe.policy import Policy
     from polyamp.results import LossFunction

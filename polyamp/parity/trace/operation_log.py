@@ -18,10 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from polyamp.contract.backend import State
     from polyamp.results import LossFunction
 
@@ -198,8 +197,6 @@ def summarize(array: Array, dtype: str) -> ValueSummary:
         array: of booleans, integers or floats.
         dtype: its dtype in its framework.
     """
-    import numpy as np
-
     flat = np.asarray(array).reshape(-1).astype(np.float64)
     finite = np.isfinite(flat)
     bad = flat.size - int(np.count_nonzero(finite))
@@ -228,8 +225,6 @@ def summarize(array: Array, dtype: str) -> ValueSummary:
 
 @functools.cache
 def _place_weights() -> Array:
-    import numpy as np
-
     return np.cos(np.arange(_MAX_SORTED_SIZE, dtype=np.float64))
 
 

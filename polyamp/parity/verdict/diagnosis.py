@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from polyamp.errors import join_first
 from polyamp.float_formats import FORMATS
 from polyamp.parity.precisions import FLOAT32, Phase
@@ -416,8 +418,6 @@ def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
 
 def _worst_element(comparison: EntryComparison) -> int | None:
     """Return the place, among the stored elements, of the one that differs most; None where elements do not compare."""
-    import numpy as np
-
     a, b = comparison.one.sketch, comparison.two.sketch
     if a is None or b is None or a.size != b.size or not a.size:
         return None
@@ -426,8 +426,6 @@ def _worst_element(comparison: EntryComparison) -> int | None:
 
 
 def _side_values(entry: Entry, trace: Trace, module: str, worst: int | None) -> SideValues:
-    import numpy as np
-
     each = entry.sketch
     if each is None:
         return SideValues(path=entry.own, number=entry.number)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.float_formats import FORMATS
 from polyamp.parity.trace.sketch import sketch_distance
@@ -26,11 +28,7 @@ from polyamp.parity.verdict.update_projections import (
     relative_distances,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _STEADY_FACTOR: Final = 30.0
 """Size of a steady gradient element, in multiples of its allowed distance."""
 _TRIM_SHARE: Final = 0.1
@@ -92,8 +90,6 @@ class OptimizerUpdates:
 
     def record_gradient(self, one: Entry, two: Entry, comparison: EntryComparison) -> None:
         """Record a gradient and its tolerance, before the update that it causes is compared."""
-        import numpy as np
-
         assert one.sketch is not None
         assert two.sketch is not None
         key = (one.module, one.name)
@@ -163,8 +159,6 @@ class OptimizerUpdates:
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], before: Array
     ) -> EntryComparison | None:
         """Compare the steady elements of a parameter; None if there are none."""
-        import numpy as np
-
         assert one.sketch is not None
         assert two.sketch is not None
         key = (one.module, one.name)
@@ -259,8 +253,6 @@ def _explain_projection(projection: Projection, is_first: bool) -> str:
 
 def _scalar_multiple(difference: Array, of: Array) -> float | None:
     """Return the factor by which an array is a multiple of another one; None if it is not a multiple."""
-    import numpy as np
-
     lengths = float(np.linalg.norm(difference) * np.linalg.norm(of))
     product = float(difference @ of)
     if difference.size < _MIN_ELEMENTS or not lengths or abs(product) < _MIN_COSINE * lengths:
@@ -269,14 +261,10 @@ def _scalar_multiple(difference: Array, of: Array) -> float | None:
 
 
 def _rms(values: Array) -> float:
-    import numpy as np
-
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
 def _trimmed_rms(difference: Array, steady: Array) -> float:
     """Return the root mean square of the steady elements, without the largest."""
-    import numpy as np
-
     found = np.sort(np.abs(difference[steady]))
     return _rms(found[: found.size - int(_TRIM_SHARE * found.size)])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import Entry, entry_key
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _EQUAL: Final = 1e-5
 """Relative distance up to which an array counts as the same on both sides."""
 _WORDS: Final = {"input": "the input", "output": "output"}
@@ -92,8 +90,6 @@ def _agreed(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]
 
 def _reductions(array: KnownArray, shape: tuple[int, ...]) -> list[KnownArray]:
     """Return an array reduced over its axes between the first and the last, where that gives a shape."""
-    import numpy as np
-
     if len(array.shape) < 3 or (array.shape[0], array.shape[-1]) != shape:
         return []
     values = array.values.reshape(shape[0], -1, shape[1])
