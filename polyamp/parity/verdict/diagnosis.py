@@ -313,9 +313,7 @@ def _diagnose_loss(comparison: EntryComparison, known: Circumstances) -> Cause |
 
 def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: str) -> Cause | None:
     """Diagnose a module's input or output by the arrays before it; None if no formula is recognised."""
-    a, b = comparison.one.sketch, comparison.two.sketch
-    assert a is not None
-    assert b is not None
+    a, b = comparison.one.array_sketch, comparison.two.array_sketch
     module = comparison.one.module.partition("#")[0]
     parameters = known.history.channel_parameters(module, a.shape[-1] if a.shape else 1)
     bias = parameters.get((module, "bias"))

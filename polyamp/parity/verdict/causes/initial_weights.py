@@ -28,9 +28,7 @@ def explain_initial_weight(labels: tuple[str, str], entries: tuple[Entry, Entry]
         entries: of the parameter, of both sides.
         first: all entries of the first side before the first step.
     """
-    a, b = (entry.sketch for entry in entries)
-    assert a is not None
-    assert b is not None
+    a, b = (entry.array_sketch for entry in entries)
     entry = entries[0]
     what = f"{entry.what} {entry.name!r} of {entry.module!r}"
     scale = max(a.norm, b.norm) or 1.0

@@ -53,8 +53,7 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
 
     Behind them stand reductions over inner axes of larger ones, such as the mean over positions.
     """
-    assert entry.sketch is not None
-    size, shape = entry.sketch.size, entry.sketch.shape
+    size, shape = entry.array_sketch.size, entry.array_sketch.shape
     latest = _agreed(entry, ours, theirs)
     same = [each for each in latest if math.prod(each.shape) == size]
     larger = [each for each in latest if each.is_whole and math.prod(each.shape) > size][:_MAX_REDUCED]
@@ -63,8 +62,7 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
 
 def known_columns(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
     """Return whole arrays with the rows of an entry's and fewer columns that were recorded before it and agree."""
-    assert entry.sketch is not None
-    shape = entry.sketch.shape
+    shape = entry.array_sketch.shape
     return [
         each
         for each in _agreed(entry, ours, theirs)
