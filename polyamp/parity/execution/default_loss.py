@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from polyamp import losses
 from polyamp.errors import LossError, describe_value
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.results import LossFunction
 from polyamp.trees import leaves
-
-if TYPE_CHECKING:
-    from polyamp.results import LossFunction
 
 
 def random_target_loss(inventory: Inventory) -> LossFunction:

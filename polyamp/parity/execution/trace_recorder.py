@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyamp.parity.trace.observer import DropoutCount, Observer
+from polyamp.parity.trace.observer import DropoutCount, Observer, UniformSource
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
 from polyamp.parity.trainers import SCALE, Trainer
@@ -26,14 +26,9 @@ from polyamp.porting.states.training_state import (
     canonical_parameters,
     canonical_slot,
 )
+from polyamp.results import LossFunction
 
-if TYPE_CHECKING:
-    from polyamp.parity.trace.observer import UniformSource
-    from polyamp.results import LossFunction
-
-    Array = np.ndarray[Any, Any]
-
-
+Array = np.ndarray[Any, Any]
 EntrySink = Callable[[Entry], None]
 BatchSource = Callable[[int], Any]
 """Number of a step, from 0 -> its batch of NumPy arrays."""

@@ -15,17 +15,15 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
-if TYPE_CHECKING:
-    from polyamp.contract.backend import State
-    from polyamp.results import LossFunction
+from polyamp.contract.backend import State
+from polyamp.results import LossFunction
 
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _MAX_SORTED_SIZE: Final = 1 << 14
 """Largest number of elements that are sorted for the summary; of a larger array it has the extremes only."""
 _QUANTILES: Final = 33

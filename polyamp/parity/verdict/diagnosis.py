@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -41,10 +41,8 @@ from polyamp.parity.verdict.causes.operation_causes import (
 from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
 from polyamp.parity.verdict.causes.step_causes import explain_step
 from polyamp.parity.verdict.causes.step_history import StepHistory
+from polyamp.parity.verdict.distances import EntryComparison
 from polyamp.recipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from polyamp.parity.verdict.distances import EntryComparison
 
 _PERMUTATION_MIN_DISTANCE: Final = 1e-2
 """Relative distance above which a permutation of the values is considered."""
