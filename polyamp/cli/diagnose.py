@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Final
-
 import typer
 
 import polyamp
 from polyamp.cli.console import exit_with_error, make_console
 from polyamp.cli.python_file import run_file
-from polyamp.cli.report_output import print_report, write_files
-
-_NAMES: Final = ("model", "loss_fn", "batches", "recipe")
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batches, recipe.")]
-Save = Annotated[
-    list[Path] | None,
-    typer.Option("--save", metavar="PATH", help="Write the report as .html, .png or .json. Repeatable."),
-]
-Write = Annotated[
-    Path | None,
-    typer.Option("--write", metavar="PATH", help="Write the recipe with the overrides, as .toml or .json."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
+from polyamp.cli.report_output import TRAINING_NAMES, Json, Save, TrainingFile, Write, print_report, write_files
 
 
-def diagnose(file: File, save: Save = None, write: Write = None, json: Json = False) -> None:
+def diagnose(file: TrainingFile, save: Save = None, write: Write = None, json: Json = False) -> None:
     """Train a model in float32 and under its recipe's policy, and find the modules that must stay in float32.
 
     The file runs in this process. Batches are a list; each is one update, and ten to fifty show most faults.
@@ -39,7 +24,7 @@ def diagnose(file: File, save: Save = None, write: Write = None, json: Json = Fa
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     try:
-        found = run_file(file, _NAMES, "diagnose")
+        found = run_file(file, TRAINING_NAMES, "diagnose")
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
             task = bars.add_task("training 1")
             report = polyamp.diagnose(

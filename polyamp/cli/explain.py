@@ -15,6 +15,7 @@ import polyamp
 from polyamp import backend_lookup
 from polyamp.cli.console import exit_with_error
 from polyamp.cli.python_file import run_file
+from polyamp.cli.report_output import Draw
 from polyamp.contract.casting_comparison import FamilyComparison, compare_families
 from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import PolicyError, PolyampError, did_you_mean
@@ -50,9 +51,6 @@ Interpreters = Annotated[
     list[str] | None,
     typer.Option("--python", metavar="NAME=PATH", help="Python of the environment that a framework is in. Repeatable."),
 ]
-Save = Annotated[
-    list[Path] | None, typer.Option("--save", metavar="PATH", help="Draw the report to .html or .png. Repeatable.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
@@ -62,7 +60,7 @@ def explain(
     diff: Diff = None,
     side: Side = None,
     python: Interpreters = None,
-    save: Save = None,
+    save: Draw = None,
     json: Json = False,
 ) -> None:
     """List the operations of one pass: module, dtype, the rule that decided it, and how often.

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 import polyamp
 from polyamp.cli.console import exit_with_error
 from polyamp.cli.python_file import run_file
-from polyamp.cli.report_output import print_report, write_files
+from polyamp.cli.report_output import TRAINING_NAMES, Json, Save, TrainingFile, Write, print_report, write_files
 
-_NAMES: Final = ("model", "loss_fn", "batches", "recipe")
-File = Annotated[Path, typer.Argument(metavar="FILE", help="Python file that defines model, loss_fn, batches, recipe.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Measure compiled products (torch). JAX always compiles.")]
 LeastSpeed = Annotated[
     float, typer.Option("--least-speed", help="Speed relative to bfloat16 from which on a layer runs in 8 bits.")
 ]
-Save = Annotated[
-    list[Path] | None,
-    typer.Option("--save", metavar="PATH", help="Write the report as .html, .png or .json. Repeatable."),
-]
-Write = Annotated[
-    Path | None,
-    typer.Option("--write", metavar="PATH", help="Write the recipe with the overrides, as .toml or .json."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
 
 
 def float8_plan(
-    file: File,
+    file: TrainingFile,
     compiled: Compiled = False,
     least_speed: LeastSpeed = 1.0,
     save: Save = None,
@@ -47,7 +35,7 @@ def float8_plan(
     from polyamp.errors import ArgumentError, PolyampError, describe_value
 
     try:
-        found = run_file(file, _NAMES, "float8-plan")
+        found = run_file(file, TRAINING_NAMES, "float8-plan")
         if not isinstance(found["batches"], list) or not found["batches"]:
             raise ArgumentError(
                 f"batches must be a list of at least one batch. Received: {describe_value(found['batches'])}."

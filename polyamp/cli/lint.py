@@ -10,19 +10,16 @@ import typer
 import polyamp
 from polyamp.cli.console import exit_with_error
 from polyamp.cli.python_file import run_file
+from polyamp.cli.report_output import Draw, Json
 
 _OPTIONAL: Final = ("optimizer", "opt_state", "scaler", "loss_fn", "batch", "step", "policy")
 File = Annotated[
     Path,
     typer.Argument(metavar="FILE", help=f"Python file that defines model, and some of {', '.join(_OPTIONAL)}."),
 ]
-Save = Annotated[
-    list[Path] | None, typer.Option("--save", metavar="PATH", help="Draw the report to .html or .png. Repeatable.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
 
 
-def lint(file: File, save: Save = None, json: Json = False) -> None:
+def lint(file: File, save: Draw = None, json: Json = False) -> None:
     """Name the faults of precision in a training of your own, which need not use polyamp.
 
     The file runs in this process. Its model, optimizer, scaler, loss_fn(model, batch), batch, step() and policy are

@@ -1,14 +1,31 @@
-"""What `diagnose` and `float8-plan` do with their report: its files, the recipe with its overrides, and its text."""
+"""Options of commands that make a report, and what `diagnose` and `float8-plan` do with theirs: files and text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from polyamp.recipe.recipe import Recipe
+
+TRAINING_NAMES: Final = ("model", "loss_fn", "batches", "recipe")
+TrainingFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help=f"Python file that defines {', '.join(TRAINING_NAMES)}.")
+]
+Save = Annotated[
+    list[Path] | None,
+    typer.Option("--save", metavar="PATH", help="Write the report as .html, .png or .json. Repeatable."),
+]
+Draw = Annotated[
+    list[Path] | None, typer.Option("--save", metavar="PATH", help="Draw the report to .html or .png. Repeatable.")
+]
+Write = Annotated[
+    Path | None,
+    typer.Option("--write", metavar="PATH", help="Write the recipe with the overrides, as .toml or .json."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
 
 
 def write_files(report: Any, recipe: Recipe, save: Sequence[Path] | None, write: Path | None) -> list[Path]:

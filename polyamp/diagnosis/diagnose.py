@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -107,8 +108,21 @@ class _Diagnosis:
         self._advance()
         scale = _recommended_scale(magnitudes.largest_gradient, self._compute)
         modules = [_module_magnitudes(name, magnitudes, self._compute, scale) for name in magnitudes.modules]
+        report = functools.partial(
+            DiagnoseReport,
+            sensitive=[],
+            backend=self._backend,
+            policy=str(self._recipe.policy),
+            compute=self._compute,
+            updates=self._updates,
+            loss_scale=scale,
+            largest_gradient=magnitudes.largest_gradient,
+            trials=self._trials,
+            modules=modules,
+            losses=losses,
+        )
         if len(losses) < self._updates or not all(map(math.isfinite, losses)):
-            return self._report("float32", [], losses, modules, magnitudes, scale, 0.0)
+            return report(outcome="float32", tolerance=0.0)
         tolerance = self._tolerance(losses)
 
         def agrees(sensitive: frozenset[str]) -> bool:
@@ -118,17 +132,17 @@ class _Diagnosis:
             return trial.agrees
 
         if agrees(frozenset()):
-            return self._report("fits", [], losses, modules, magnitudes, scale, tolerance)
+            return report(outcome="fits", tolerance=tolerance)
         # Of two modules in a row the later one comes first: float32 in the earlier one would be handed on to it.
         places = {each.module: place for place, each in enumerate(modules)}
         order = sorted(modules, key=lambda each: (_suspicion(each), places[each.module]), reverse=True)
         leaves = [each.module for each in order if _is_leaf(each, modules)]
         inner = [each.module for each in modules if not _is_leaf(each, modules)]
         if not leaves or not agrees(frozenset([*leaves, *inner])):
-            return self._report("outside", [], losses, modules, magnitudes, scale, tolerance)
+            return report(outcome="outside", tolerance=tolerance)
         sensitive = find_sensitive([*leaves, *inner], agrees)
         found = sorted(sensitive, key=places.__getitem__)
-        return self._report("overrides", found, losses, modules, magnitudes, scale, tolerance)
+        return report(outcome="overrides", sensitive=found, tolerance=tolerance)
 
     def _tolerance(self, losses: Sequence[float]) -> float:
         """Return the distance up to which a training agrees, from what rounding the first weights alone brings."""
@@ -142,31 +156,6 @@ class _Diagnosis:
         self._done += 1
         if self._on_trial is not None:
             self._on_trial(self._done, None)
-
-    def _report(
-        self,
-        outcome: Any,
-        sensitive: list[str],
-        losses: list[float],
-        modules: list[ModuleMagnitudes],
-        magnitudes: Magnitudes,
-        scale: float,
-        tolerance: float,
-    ) -> DiagnoseReport:
-        return DiagnoseReport(
-            outcome=outcome,
-            sensitive=sensitive,
-            backend=self._backend,
-            policy=str(self._recipe.policy),
-            compute=self._compute,
-            updates=self._updates,
-            tolerance=tolerance,
-            loss_scale=scale,
-            largest_gradient=magnitudes.largest_gradient,
-            trials=self._trials,
-            modules=modules,
-            losses=losses,
-        )
 
 
 def _recommended_scale(largest: float, compute: str) -> float:

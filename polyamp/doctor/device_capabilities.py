@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
+from rich.console import Console
 
 from polyamp.display import first_lines
 from polyamp.doctor import text_table
 from polyamp.doctor.float8_times import Float8Capability
 from polyamp.doctor.measurements import DtypeCapability, KnownTrap, Recommendation
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
 
 from polyamp.doctor.float8_times import Float8Capability
 from polyamp.doctor.measurements import (
@@ -16,17 +22,12 @@ from polyamp.doctor.measurements import (
     Recommendation,
 )
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _WIDTH: Final = 100
 _STYLES: Final = {"native": "green", "emulated": "yellow", "float32 in disguise": "yellow", "fails": "red"}
 
 
 def render(show: Callable[[Console], None]) -> str:
     """Return what a function prints, and the legend, without colours."""
-    from rich.console import Console
-
     console = Console(file=io.StringIO(), width=_WIDTH, highlight=False)
     show(console)
     console.print()
@@ -37,17 +38,11 @@ def render(show: Callable[[Console], None]) -> str:
 
 def print_heading(console: Console, text: str) -> None:
     """Print the heading of a device."""
-    from rich.markup import escape
-
     console.print(f"\n[bold]{escape(text)}[/]", soft_wrap=True)
 
 
 def print_dtypes(console: Console, dtypes: Mapping[str, DtypeCapability]) -> None:
     """Print the table of a device's dtypes, and what does not run."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for heading in ("dtype", "verdict", *OPERATIONS, "error"):
         table.add_column(heading, justify="left" if heading in ("dtype", "verdict") else "right", no_wrap=True)
@@ -62,8 +57,6 @@ def print_dtypes(console: Console, dtypes: Mapping[str, DtypeCapability]) -> Non
 
 def print_float8(console: Console, found: Float8Capability) -> None:
     """Print what products in 8 bits are, and a line for each shape."""
-    from rich.markup import escape
-
     style = _STYLES.get(found.verdict, "dim")
     console.print(f"\nmixed_float8: [{style}]{found.verdict}[/]; {escape(found.summary())}")
     if found.times:
@@ -84,18 +77,12 @@ def float8_rows(found: Float8Capability) -> list[list[str]]:
 
 def print_recommendation(console: Console, recommendation: Recommendation) -> None:
     """Print the recommended policy and its reason."""
-    from rich.markup import escape
-    from rich.padding import Padding
-
     console.print(f"\nRecommended: [bold]{escape(recommendation.code)}[/]", soft_wrap=True)
     console.print(Padding(escape(recommendation.reason), (0, 0, 0, 2), expand=False))
 
 
 def print_traps(console: Console, traps: Sequence[KnownTrap], framework: str) -> None:
     """Print the known traps of a framework's version."""
-    from rich.markup import escape
-    from rich.padding import Padding
-
     if traps:
         console.print(f"\nKnown traps of {escape(framework)}:")
     for trap in traps:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.float_formats import FORMATS
 from polyamp.monitor.records import OutputStats, ProductStats, RoundingStats, TensorStats
 from polyamp.monitor.slots import EXPONENT_FIELDS
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _BIAS: Final = 127
 _NOT_FINITE: Final = EXPONENT_FIELDS - 1
@@ -113,8 +112,6 @@ def _rounding_stats(elements: float, underflow: float, squares: float, errors: f
 
 def exponent_counts(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the number of a NumPy array's elements with each float32 exponent field, shape (256,)."""
-    import numpy as np
-
     fields = (np.ascontiguousarray(array, np.float32).reshape(-1).view(np.int32) >> 23) & (EXPONENT_FIELDS - 1)
     counts: np.ndarray[Any, Any] = np.bincount(fields, minlength=EXPONENT_FIELDS)
     return counts

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
 
 from polyamp.monitor.monitor_page import (
     OUTPUT_COLUMNS,
@@ -16,18 +22,11 @@ from polyamp.monitor.monitor_page import (
 )
 from polyamp.monitor.records import PRODUCT_OPERANDS, MonitorRecord, ProductStats
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 _COLOURS: Final = {"settled": "green", "searching": "yellow", "sinking": "red"}
 
 
 def record_table(records: Sequence[MonitorRecord], *, most: int = 20) -> Table:
     """Return a table of the last records, a line each."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("call", "updates", "loss", "gradient norm", "scale", "skips"):
         table.add_column(name, justify="right")
@@ -48,27 +47,20 @@ def record_table(records: Sequence[MonitorRecord], *, most: int = 20) -> Table:
 
 def module_table(record: MonitorRecord, *, most: int = 20) -> Table:
     """Return a table of a record's modules: those that lose most, in the order of the model."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("module", overflow="fold")
-    for name in ("zero", "underflow", "subnormal", "overflow", "norm", "update / weight"):
-        table.add_column(name, justify="right")
+    rows = []
     own = [number for number, each in enumerate(record.modules) if has_parameter_figures(each)]
     order = sorted(own, key=lambda number: _loss_key(record, number), reverse=True)[:most]
     for number in sorted(order):
         each = record.modules[number]
         stats = each.gradients
         shares = [stats.zero, stats.underflow, stats.subnormal, stats.overflow] if stats is not None else []
-        table.add_row(
-            escape(each.module) or "(the model)",
+        cells = [
             *([percent(share) for share in shares] or ["-"] * 4),
             "-" if stats is None else _number(stats.norm),
             "-" if each.update_ratio is None else f"{each.update_ratio:.2g}",
-        )
-    return table
+        ]
+        rows.append((each.module, cells))
+    return _table_by_module("module", ("zero", "underflow", "subnormal", "overflow", "norm", "update / weight"), rows)
 
 
 def output_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
@@ -76,7 +68,7 @@ def output_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
     named = [(each.module, each.activations) for each in record.modules if each.activations is not None]
     order = sorted(range(len(named)), key=lambda number: (named[number][1].overflow, named[number][1].largest))[-most:]
     rows = [(named[number][0], output_cells(named[number][1])) for number in sorted(order)]
-    return _table_by_module("outputs of module", OUTPUT_COLUMNS, rows)
+    return _table_by_module("outputs of module", OUTPUT_COLUMNS, rows) if rows else None
 
 
 def product_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
@@ -84,17 +76,11 @@ def product_table(record: MonitorRecord, *, most: int = 20) -> Table | None:
     named = [(each.module, each.products) for each in record.modules if each.products is not None]
     order = sorted(range(len(named)), key=lambda number: _smallest_ratio(named[number][1]))[:most]
     rows = [(named[number][0], product_cells(named[number][1])) for number in sorted(order)]
-    return _table_by_module("products in 8 bits of module", PRODUCT_COLUMNS, rows)
+    return _table_by_module("products in 8 bits of module", PRODUCT_COLUMNS, rows) if rows else None
 
 
-def _table_by_module(first: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table | None:
-    """Return a table of cells by module path; None without rows."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    if not rows:
-        return None
+def _table_by_module(first: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
+    """Return a table of cells by module path."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, overflow="fold")
     for name in columns:
@@ -126,8 +112,6 @@ class LiveTableWriter:
 
     def write(self, record: MonitorRecord) -> None:
         """Show a record."""
-        from rich.live import Live
-
         self._records = [*self._records, record][-self._most :]
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,9 +29,7 @@ from polyamp.results import LossFunction
 from polyamp.train.step import init
 from polyamp.trees import leaves
 
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _ROOT: Final = "sqrt"
 """Function whose derivative is infinite at 0, where its result is finite."""
 _STEEP: Final = frozenset(

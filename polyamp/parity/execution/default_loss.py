@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from polyamp import losses
 from polyamp.errors import LossError, describe_value
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.results import LossFunction
 from polyamp.trees import leaves
-
-if TYPE_CHECKING:
-    from polyamp.results import LossFunction
 
 
 def random_target_loss(inventory: Inventory) -> LossFunction:
@@ -53,8 +53,6 @@ def random_target_loss(inventory: Inventory) -> LossFunction:
 
 
 def _random_targets(shape: tuple[int, ...], rank: int) -> Any:
-    import numpy as np
-
     common = (shape[0], *shape[2:], shape[1]) if rank and len(shape) == rank else shape
     made = np.random.default_rng(list(common)).standard_normal(common, np.float32)
     return np.ascontiguousarray(np.moveaxis(made, -1, 1)) if common != shape else made

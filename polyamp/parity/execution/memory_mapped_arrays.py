@@ -6,18 +6,15 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final, Self
+from typing import IO, Any, Final, Self
 
 import msgspec
+import numpy as np
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.check import Batch
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _ALIGNMENT: Final = 64
 _PLAIN_TYPES: Final = (bool, int, float, str, type(None))
 
@@ -60,8 +57,6 @@ class ArrayStore:
 
     def put(self, array: Any) -> ArrayLocation:
         """Write one array."""
-        import numpy as np
-
         array = np.asarray(array)
         self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
         offset = self._file.tell()
@@ -107,7 +102,6 @@ class ArrayStore:
 def memory_map(path: Path, place: ArrayLocation) -> Array:
     """Return an array of a file, memory-mapped copy-on-write."""
     import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy
-    import numpy as np
 
     dtype = np.dtype(place.dtype)
     if 0 in place.shape:
@@ -139,8 +133,6 @@ def batch_digest(tree: Any, *, any_width: bool = False) -> str:
     >>> batch_digest({"x": 1}) == batch_digest({"x": 1}), batch_digest([1]) == batch_digest((1,))
     (True, False)
     """
-    import numpy as np
-
     digest = hashlib.blake2b(digest_size=16)
 
     def add(item: Any) -> None:
@@ -169,8 +161,6 @@ def batch_digest(tree: Any, *, any_width: bool = False) -> str:
 
 def _host_array(value: Any) -> Array | None:
     """Return an array or array-like value as a NumPy array; None for anything else."""
-    import numpy as np
-
     if not hasattr(value, "__array__"):
         return None
     array = np.asarray(value)

@@ -7,9 +7,10 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from polyamp._version import __version__
 from polyamp.contract import registry
@@ -50,10 +51,7 @@ from polyamp.porting.states.training_state import ArrayMapping
 from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan, new_leaf_values
 from polyamp.recipe.recipe import Recipe
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 
 
 _EVERY_LAYER: Final = "A comparison needs a partner for each of them: names={source: target} says which it is."
@@ -419,8 +417,6 @@ class Participant:
         if weights is None:
             return model
         if phase.wide:
-            import numpy as np
-
             weights = {name: _float64_array(array, np.dtype(np.float64)) for name, array in weights.items()}
         return self._converter.fill(model, weights)
 

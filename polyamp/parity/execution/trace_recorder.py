@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from polyamp.parity.trace.observer import DropoutCount, Observer
+import numpy as np
+
+from polyamp.parity.trace.observer import DropoutCount, Observer, UniformSource
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
 from polyamp.parity.trainers import SCALE, Trainer
@@ -24,16 +26,9 @@ from polyamp.porting.states.training_state import (
     canonical_parameters,
     canonical_slot,
 )
+from polyamp.results import LossFunction
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from polyamp.parity.trace.observer import UniformSource
-    from polyamp.results import LossFunction
-
-    Array = np.ndarray[Any, Any]
-
-
+Array = np.ndarray[Any, Any]
 EntrySink = Callable[[Entry], None]
 BatchSource = Callable[[int], Any]
 """Number of a step, from 0 -> its batch of NumPy arrays."""
@@ -62,8 +57,6 @@ class SharedRandomNumbers:
 
     def next(self, shape: tuple[int, ...]) -> Array:
         """Return the next numbers, float32."""
-        import numpy as np
-
         self._count += 1
         return np.random.default_rng([self._count, *shape]).random(shape, np.float32)
 
@@ -72,8 +65,6 @@ class SharedRandomNumbers:
         rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
 
         def draws(shape: tuple[int, ...]) -> Array:
-            import numpy as np
-
             if not rank or len(shape) != rank:
                 return self.next(tuple(shape))
             return np.ascontiguousarray(np.moveaxis(self.next((shape[0], *shape[2:], shape[1])), -1, 1))
@@ -297,6 +288,4 @@ def _trainable_names(mapping: ArrayMapping) -> set[str]:
 
 def _channels_last(array: Array, rank: int) -> Array:
     """Return an output with its channels last, if it has the rank of an image."""
-    import numpy as np
-
     return np.moveaxis(array, 1, -1) if rank and array.ndim == rank else array

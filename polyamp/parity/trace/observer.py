@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
+from polyamp.contract.backend import State
 from polyamp.contract.casting_report import OperationCount
 from polyamp.errors import ModelError
+from polyamp.recipe.policy import Policy
+from polyamp.results import LossFunction
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from polyamp.contract.backend import State
-    from polyamp.recipe.policy import Policy
-    from polyamp.results import LossFunction
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 CaptureKind = Literal["input", "output", "cotangent"]
 """A module's output; the gradient of the unscaled loss with respect to it; or, for a module without submodules, its
 first floating input array, which comes right before its output."""

@@ -15,18 +15,15 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from polyamp.contract.backend import State
+from polyamp.results import LossFunction
 
-    from polyamp.contract.backend import State
-    from polyamp.results import LossFunction
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _MAX_SORTED_SIZE: Final = 1 << 14
 """Largest number of elements that are sorted for the summary; of a larger array it has the extremes only."""
 _QUANTILES: Final = 33
@@ -198,8 +195,6 @@ def summarize(array: Array, dtype: str) -> ValueSummary:
         array: of booleans, integers or floats.
         dtype: its dtype in its framework.
     """
-    import numpy as np
-
     flat = np.asarray(array).reshape(-1).astype(np.float64)
     finite = np.isfinite(flat)
     bad = flat.size - int(np.count_nonzero(finite))
@@ -228,8 +223,6 @@ def summarize(array: Array, dtype: str) -> ValueSummary:
 
 @functools.cache
 def _place_weights() -> Array:
-    import numpy as np
-
     return np.cos(np.arange(_MAX_SORTED_SIZE, dtype=np.float64))
 
 

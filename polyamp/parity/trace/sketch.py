@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from polyamp.float_formats import FORMATS
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 MAX_EXACT_SIZE: Final = 1024
 """Largest number of elements of an array that is stored whole; also the number of samples of a larger one."""
 BUCKETS: Final = 256
@@ -78,8 +75,6 @@ class Sketch(msgspec.Struct, frozen=True, kw_only=True):
 
     def samples(self) -> Array:
         """Return the stored elements, float64: all, or those at indices that depend on the size alone."""
-        import numpy as np
-
         return np.frombuffer(self.values, np.float32 if self.half else np.float64).astype(np.float64)
 
 
@@ -96,8 +91,6 @@ def sketch(array: Array, dtype: str) -> Sketch:
         >>> one.largest, one.zeros, one.width
         (4.0, 1, 'bfloat16')
     """
-    import numpy as np
-
     flat = np.asarray(array).reshape(-1)
     if flat.dtype.kind != "f" or flat.dtype.itemsize < 4:
         flat = flat.astype(np.float64 if flat.dtype.itemsize > 4 else np.float32)
@@ -152,8 +145,6 @@ def sketch_distance(one: Sketch, other: Sketch) -> float:
         >>> bool(abs(found / np.linalg.norm(x) - 0.5) < 0.1)
         True
     """
-    import numpy as np
-
     has_equal_size = one.shape == other.shape or one.size == other.size
     if not has_equal_size or one.nonfinite != other.nonfinite:
         return math.inf
@@ -164,8 +155,6 @@ def sketch_distance(one: Sketch, other: Sketch) -> float:
 
 def sample_indices(size: int) -> Array:
     """Return the sorted flat indices of the elements that the sketch of an array of this size stores."""
-    import numpy as np
-
     if size <= MAX_EXACT_SIZE:
         return np.arange(size)
     return np.sort(np.random.default_rng(_SEED).integers(0, size, MAX_EXACT_SIZE))
@@ -180,7 +169,6 @@ def _width(wide: Array, known: int, widest: int) -> int:
         widest: index of the dtype in which they were given.
     """
     import ml_dtypes  # noqa: F401  # gives NumPy the name of bfloat16
-    import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
         probe = wide[:_PROBE_SIZE]
@@ -193,8 +181,6 @@ def _width(wide: Array, known: int, widest: int) -> int:
 
 @functools.cache
 def _sign_row() -> Array:
-    import numpy as np
-
     bits = np.unpackbits(np.frombuffer(np.random.default_rng(_SEED).bytes(_SIGN_ROW_LENGTH // 8), np.uint8))
     row = 1.0 - 2.0 * bits
     return np.concatenate([row, row[:_CHUNK]])
@@ -202,8 +188,6 @@ def _sign_row() -> Array:
 
 @functools.cache
 def _chunk_offsets() -> list[tuple[int, int]]:
-    import numpy as np
-
     rng = np.random.default_rng(_SEED + 1)
     return list(
         zip(

@@ -47,6 +47,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     number: float | None = None
     own: str = ""
 
+    @property
+    def array_sketch(self) -> Sketch:
+        """The sketch of an entry of an array."""
+        assert self.sketch is not None
+        return self.sketch
+
 
 entry_key: Final[Callable[[Entry], tuple[int, str, str, str, str]]] = operator.attrgetter(
     "step", "stage", "module", "what", "name"

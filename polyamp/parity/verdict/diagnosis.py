@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from polyamp.errors import join_first
 from polyamp.float_formats import FORMATS
@@ -39,10 +41,8 @@ from polyamp.parity.verdict.causes.operation_causes import (
 from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
 from polyamp.parity.verdict.causes.step_causes import explain_step
 from polyamp.parity.verdict.causes.step_history import StepHistory
+from polyamp.parity.verdict.distances import EntryComparison
 from polyamp.recipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from polyamp.parity.verdict.distances import EntryComparison
 
 _PERMUTATION_MIN_DISTANCE: Final = 1e-2
 """Relative distance above which a permutation of the values is considered."""
@@ -311,9 +311,7 @@ def _diagnose_loss(comparison: EntryComparison, known: Circumstances) -> Cause |
 
 def _diagnose_formula(comparison: EntryComparison, known: Circumstances, where: str) -> Cause | None:
     """Diagnose a module's input or output by the arrays before it; None if no formula is recognised."""
-    a, b = comparison.one.sketch, comparison.two.sketch
-    assert a is not None
-    assert b is not None
+    a, b = comparison.one.array_sketch, comparison.two.array_sketch
     module = comparison.one.module.partition("#")[0]
     parameters = known.history.channel_parameters(module, a.shape[-1] if a.shape else 1)
     bias = parameters.get((module, "bias"))
@@ -416,8 +414,6 @@ def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
 
 def _worst_element(comparison: EntryComparison) -> int | None:
     """Return the place, among the stored elements, of the one that differs most; None where elements do not compare."""
-    import numpy as np
-
     a, b = comparison.one.sketch, comparison.two.sketch
     if a is None or b is None or a.size != b.size or not a.size:
         return None
@@ -426,8 +422,6 @@ def _worst_element(comparison: EntryComparison) -> int | None:
 
 
 def _side_values(entry: Entry, trace: Trace, module: str, worst: int | None) -> SideValues:
-    import numpy as np
-
     each = entry.sketch
     if each is None:
         return SideValues(path=entry.own, number=entry.number)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.float_formats import FORMATS
 from polyamp.parity.trace.sketch import sketch_distance
@@ -26,11 +28,7 @@ from polyamp.parity.verdict.update_projections import (
     relative_distances,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _STEADY_FACTOR: Final = 30.0
 """Size of a steady gradient element, in multiples of its allowed distance."""
 _TRIM_SHARE: Final = 0.1
@@ -92,29 +90,23 @@ class OptimizerUpdates:
 
     def record_gradient(self, one: Entry, two: Entry, comparison: EntryComparison) -> None:
         """Record a gradient and its tolerance, before the update that it causes is compared."""
-        import numpy as np
-
-        assert one.sketch is not None
-        assert two.sketch is not None
         key = (one.module, one.name)
-        each = comparison.allowed / math.sqrt(max(one.sketch.size, 1))
-        a, b = one.sketch.samples(), two.sketch.samples()
+        each = comparison.allowed / math.sqrt(max(one.array_sketch.size, 1))
+        a, b = one.array_sketch.samples(), two.array_sketch.samples()
         least = np.minimum(np.abs(a), np.abs(b))
         apart = relative_distances(a, b)
         self._gradients[key] = a
         self._gradient_distances[key] = np.maximum(apart, self._gradient_distances.get(key, apart))
         steady = least >= _STEADY_FACTOR * each
         self._steady_elements[key] = steady & self._steady_elements.get(key, steady)
-        norm = max(one.sketch.norm, two.sketch.norm)
+        norm = max(one.array_sketch.norm, two.array_sketch.norm)
         self._gradient_tolerance[key] = max(
             self._gradient_tolerance.get(key, 0.0), comparison.allowed / norm if norm else 0.0
         )
 
     def compare_slot(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:
         """Compare a slot of the optimizer, or a running statistic."""
-        a, b = one.sketch, two.sketch
-        assert a is not None
-        assert b is not None
+        a, b = one.array_sketch, two.array_sketch
         if a.size != b.size:
             return None
         own = own_distance(one, wide[0]), own_distance(two, wide[1])
@@ -132,25 +124,23 @@ class OptimizerUpdates:
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]
     ) -> EntryComparison | None:
         """Compare a parameter after an update; None if rounding hides the update in all of its elements."""
-        assert one.sketch is not None
-        assert two.sketch is not None
-        if one.sketch.size != two.sketch.size:
+        if one.array_sketch.size != two.array_sketch.size:
             return None
         key = (one.module, one.name)
-        a, b = one.sketch.samples(), two.sketch.samples()
+        a, b = one.array_sketch.samples(), two.array_sketch.samples()
         before = self._before.get(key, (a, b))
         moved = max(_rms(a - before[0]), self._update_rms.get(key, 0.0))
         self._update_rms[key], self._before[key] = moved, (a, b)
-        root = math.sqrt(max(one.sketch.size, 1))
+        root = math.sqrt(max(one.array_sketch.size, 1))
         self._parameter_distance[key] = (
-            sketch_distance(one.sketch, two.sketch) / root,
-            max(one.sketch.rms, two.sketch.rms),
+            sketch_distance(one.array_sketch, two.array_sketch) / root,
+            max(one.array_sketch.rms, two.array_sketch.rms),
         )
         if one.step:
             self._updated.add(key)
             self.has_moved |= bool((a != before[0]).any() or (b != before[1]).any())
-        if one.sketch.nonfinite != two.sketch.nonfinite:
-            return EntryComparison(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
+        if one.array_sketch.nonfinite != two.array_sketch.nonfinite:
+            return EntryComparison(one, two, math.inf, 0.0, one.array_sketch.rms, (None, None))
         found = [self._compare_steady(one, two, wide, before[0])]
         if one.step and not self._tolerance.wide:
             found.append(self._compare_projections(one, two, before))
@@ -163,12 +153,8 @@ class OptimizerUpdates:
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], before: Array
     ) -> EntryComparison | None:
         """Compare the steady elements of a parameter; None if there are none."""
-        import numpy as np
-
-        assert one.sketch is not None
-        assert two.sketch is not None
         key = (one.module, one.name)
-        a, b = one.sketch.samples(), two.sketch.samples()
+        a, b = one.array_sketch.samples(), two.array_sketch.samples()
         steady = self._steady_elements.get(key)
         if steady is None:
             steady = np.ones(a.shape, bool)
@@ -176,10 +162,10 @@ class OptimizerUpdates:
             return None
         chosen = _trimmed_rms(a - b, steady)
         own = [
-            None if w is None or w.sketch is None else _trimmed_rms(side - w.sketch.samples(), steady)
+            None if w is None or w.sketch is None else _trimmed_rms(side - w.array_sketch.samples(), steady)
             for side, w in zip((a, b), wide, strict=True)
         ]
-        scale = max(one.sketch.rms, two.sketch.rms)
+        scale = max(one.array_sketch.rms, two.array_sketch.rms)
         gradient_share = min(self._gradient_tolerance.get(key, 0.0), 1.0) * self._update_rms[key]
         arithmetic = FACTOR * _FLOAT32_ROUNDOFF * math.sqrt(max(one.step, 1)) * scale
         same_inputs = one.step <= 1
@@ -192,21 +178,17 @@ class OptimizerUpdates:
 
     def _compare_projections(self, one: Entry, two: Entry, before: tuple[Array, Array]) -> EntryComparison | None:
         """Compare the updates of a parameter by their projections; None if too few elements can be judged."""
-        assert one.sketch is not None
-        assert two.sketch is not None
         key = (one.module, one.name)
         apart = self._gradient_distances.get(key)
         chosen = None if apart is None else elements_that_count(apart)
         if apart is None or chosen is None:
             return None
         ours, theirs = (
-            entry.sketch.samples()[chosen] - old[chosen]
-            for entry, old in zip((one, two), before, strict=True)
-            if entry.sketch is not None
+            entry.array_sketch.samples()[chosen] - old[chosen] for entry, old in zip((one, two), before, strict=True)
         )
         update = max(ours, theirs, key=_rms)
-        rounding = max(FORMATS[entry.sketch.dtype].unit_roundoff for entry in (one, two) if entry.sketch is not None)
-        scale = max(one.sketch.rms, two.sketch.rms)
+        rounding = max(FORMATS[entry.array_sketch.dtype].unit_roundoff for entry in (one, two))
+        scale = max(one.array_sketch.rms, two.array_sketch.rms)
         projections = project(
             (ours, theirs),
             {"update": update, "weight": before[0][chosen], "gradient": self._gradients[key][chosen]},
@@ -259,8 +241,6 @@ def _explain_projection(projection: Projection, is_first: bool) -> str:
 
 def _scalar_multiple(difference: Array, of: Array) -> float | None:
     """Return the factor by which an array is a multiple of another one; None if it is not a multiple."""
-    import numpy as np
-
     lengths = float(np.linalg.norm(difference) * np.linalg.norm(of))
     product = float(difference @ of)
     if difference.size < _MIN_ELEMENTS or not lengths or abs(product) < _MIN_COSINE * lengths:
@@ -269,14 +249,10 @@ def _scalar_multiple(difference: Array, of: Array) -> float | None:
 
 
 def _rms(values: Array) -> float:
-    import numpy as np
-
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
 def _trimmed_rms(difference: Array, steady: Array) -> float:
     """Return the root mean square of the steady elements, without the largest."""
-    import numpy as np
-
     found = np.sort(np.abs(difference[steady]))
     return _rms(found[: found.size - int(_TRIM_SHARE * found.size)])

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.contract.casting_report import OperationCount
 from polyamp.parity.trace.sketch import Sketch, sample_indices
 from polyamp.parity.trace.trace import Entry, Trace
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _THRESHOLDS: Final = """
 relu relu6 prelu rrelu threshold hardtanh hardswish hardsigmoid hardshrink softshrink maximum minimum max min amax amin
 clamp clampmin clampmax clip clipbyvalue maxpool maxpool1d maxpool2d maxpool3d maxpoolwithindices maxpoolv2
@@ -85,8 +83,6 @@ class UnitSwitches:
             one, two: of both sides.
             depth: approximate number of roundings before.
         """
-        import numpy as np
-
         if not self.are_possible or one.shape != two.shape or not one.shape:
             return
         switched = (one.samples() == 0.0) != (two.samples() == 0.0)
@@ -103,8 +99,6 @@ class UnitSwitches:
             module: path of the layer.
             one, two: of both sides.
         """
-        import numpy as np
-
         columns = self._columns.get(module)
         if not columns or one.shape != two.shape or not one.shape:
             return
@@ -126,8 +120,6 @@ class UnitSwitches:
             one, two: of both sides.
             depth: approximate number of roundings before.
         """
-        import numpy as np
-
         if not self.are_possible or one.size != two.size:
             return
         a, b = one.samples(), two.samples()

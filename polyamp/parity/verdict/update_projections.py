@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.verdict.tolerances import FACTOR
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _MAX_GRADIENT_DISTANCE: Final = 0.1
 """Largest relative distance of a gradient's element on both sides with which the element of the update counts."""
 _MIN_ELEMENTS: Final = 8
@@ -56,8 +54,6 @@ def elements_that_count(gradient_distances: Array) -> Array | None:
     Args:
         gradient_distances: as for `project`, of all elements.
     """
-    import numpy as np
-
     found: Array = gradient_distances <= _MAX_GRADIENT_DISTANCE
     count = int(np.count_nonzero(found))
     return found if count >= max(_MIN_ELEMENTS, _MIN_SHARE * found.size) else None
@@ -65,8 +61,6 @@ def elements_that_count(gradient_distances: Array) -> Array | None:
 
 def relative_distances(one: Array, two: Array) -> Array:
     """Return the distance of each pair of elements, relative to the larger; 0 where both are 0."""
-    import numpy as np
-
     larger = np.maximum(np.abs(one), np.abs(two))
     found: Array = np.abs(one - two) / np.where(larger > 0.0, larger, 1.0)
     return found
@@ -93,8 +87,6 @@ def project(
         roundoff: unit roundoff of the phase.
         arithmetic: rounding of an element of the parameter.
     """
-    import numpy as np
-
     one, two = updates
     difference, count = two - one, len(one)
     larger = max(updates, key=lambda update: float(np.linalg.norm(update)))

@@ -314,9 +314,7 @@ class _PhaseComparison:
     def _compare_arrays(
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, min_scale: float
     ) -> EntryComparison | None:
-        a, b = one.sketch, two.sketch
-        assert a is not None
-        assert b is not None
+        a, b = one.array_sketch, two.array_sketch
         if not has_equal_layout(a.shape, b.shape):
             self.shape_notes[one.module, one.what] = (
                 f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "

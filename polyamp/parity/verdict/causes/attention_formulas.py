@@ -10,16 +10,14 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import Sketch
 from polyamp.parity.verdict.causes.cause import Cause
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _EQUAL: Final = 1e-5
 _MIN_ROWS: Final = 2
 """Least number of rows of the batch that an attention must give: others may have a mask of padding."""
@@ -63,8 +61,6 @@ def find_attention(query: Array, key: Array, value: Array, output: Array) -> Att
         key, value: (rows, other positions, channels), the channels possibly of fewer heads.
         output: (rows, positions, channels).
     """
-    import numpy as np
-
     channels = query.shape[-1]
     if value.shape != key.shape or output.shape != query.shape:
         return None
@@ -140,8 +136,6 @@ def _split(array: Array, width: int) -> Array:
 
 def _shared(heads: int, key: Array, value: Array) -> Iterator[tuple[str, Array, Array]]:
     """Yield keys and values for all heads."""
-    import numpy as np
-
     count = heads // key.shape[1]
     if count == 1:
         yield "", key, value
@@ -166,8 +160,6 @@ def _rotations(query: Array, key: Array) -> Iterator[tuple[str, Array, Array]]:
 
 
 def _rotated(array: Array, base: float, halves: bool, sign: int, shift: int) -> Array:
-    import numpy as np
-
     cos, sin = _angles(array.shape[2], array.shape[3], base, shift)
     found = np.empty_like(array)
     half = array.shape[3] // 2
@@ -179,15 +171,11 @@ def _rotated(array: Array, base: float, halves: bool, sign: int, shift: int) -> 
 
 @functools.cache
 def _angles(positions: int, width: int, base: float, shift: int) -> tuple[Array, Array]:
-    import numpy as np
-
     angles = np.arange(shift, positions + shift)[:, None] * base ** (-np.arange(0, width, 2) / width)
     return np.cos(angles), np.sin(angles)
 
 
 def _softmax(scores: Array, ahead: int | None) -> Array:
-    import numpy as np
-
     if ahead is not None:
         hidden = np.triu(np.ones(scores.shape[-2:], bool), 1 + ahead)
         scores = np.where(hidden, -np.inf, scores)

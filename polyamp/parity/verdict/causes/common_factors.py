@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+
 from polyamp.parity.trace.sketch import Sketch
 from polyamp.parity.verdict.causes.cause import Cause
 
@@ -16,8 +18,6 @@ _MIN_ELEMENTS: Final = 4
 
 def common_factor(a: Sketch, b: Sketch) -> float | None:
     """Return the factor between the elements of both sides; None if there is no common factor, or if it is 1."""
-    import numpy as np
-
     x, y = a.samples(), b.samples()
     large = np.abs(x) > 1e-3 * (np.max(np.abs(x)) if x.size else 0.0)
     if x.shape != y.shape or int(large.sum()) < 2:
@@ -39,8 +39,6 @@ def explain_zeros(labels: tuple[str, str], a: Sketch, b: Sketch, where: str) -> 
         a, b: arrays of both.
         where: the place, in words.
     """
-    import numpy as np
-
     x, y = a.samples(), b.samples()
     both = (x != 0) & (y != 0)
     if a.zeros == b.zeros or int(both.sum()) < _MIN_ELEMENTS:

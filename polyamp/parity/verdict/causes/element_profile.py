@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import Sketch, sample_indices
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _MAX_LENGTH: Final = 4096
 _MIN_SAMPLES: Final = 3
 """Least number of stored elements of an index of an axis from which it is judged."""
@@ -26,8 +24,6 @@ def differing_indices(one: Sketch, two: Sketch, allowed: float) -> dict[int, Arr
         one, two: the arrays.
         allowed: largest distance of the whole arrays that rounding explains.
     """
-    import numpy as np
-
     if one.shape != two.shape or len(one.shape) < 2 or not one.size:
         return {}
     apart = np.square(one.samples() - two.samples())
@@ -77,8 +73,6 @@ def _ranges(mask: Array) -> str:
     >>> _ranges(np.array([True, True, False, True]))
     'index 0 to 1, 3'
     """
-    import numpy as np
-
     places = np.flatnonzero(mask)
     parts = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
     texts = [f"{part[0]}" if part.size == 1 else f"{part[0]} to {part[-1]}" for part in parts]

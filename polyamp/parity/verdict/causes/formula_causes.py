@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import sample_indices
 from polyamp.parity.verdict.causes.cause import Cause
@@ -18,11 +20,7 @@ from polyamp.parity.verdict.causes.normalizations import Parameters, epsilon_tex
 from polyamp.parity.verdict.causes.update_rule import fit
 from polyamp.porting.layouts.activations import ACTIVATION_NAMES, apply_activation
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _EQUAL: Final = 2e-6
 """Relative distance up to which a formula gives an array."""
 _MAX_GATES: Final = 4
@@ -162,8 +160,6 @@ def _scaled_sum(values: Array, known: Sequence[KnownArray], parameters: Paramete
 
 def _dropout(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
     """Return the known array with dropped elements, alone or added to another, that gives some values."""
-    import numpy as np
-
     for rest in (None, *known[:_MAX_GATES]):
         for each in known[:_MAX_GATES]:
             usable = np.abs(each.values) > 1e-3 * float(np.abs(each.values).max())
@@ -219,8 +215,6 @@ def _sum(values: Array, known: Sequence[KnownArray]) -> ValueFormula | None:
 
 
 def _activations(x: Array) -> Iterator[tuple[str, Array]]:
-    import numpy as np
-
     for name in ACTIVATION_NAMES:
         made = apply_activation(name, x)
         assert made is not None
@@ -236,8 +230,6 @@ def _best(formulas: Iterable[ValueFormula]) -> ValueFormula | None:
 
 
 def _error(values: Array, other: Array) -> float:
-    import numpy as np
-
     size = float(np.linalg.norm(values))
     return float(np.linalg.norm(values - other)) / size if size else 1.0
 

@@ -28,9 +28,8 @@ def missing_gradient(
     number = 0 if is_absent(entries[0]) else 1
     without, other = labels[number], labels[1 - number]
     entry = entries[1 - number]
-    assert entry.sketch is not None
     text = f"Of {entry.name!r} of {entry.module!r} the loss of {without} does not know; that of {other} does."
-    evidence = [f"{other} has a gradient of root mean square {entry.sketch.rms:.3g}; {without} has none."]
+    evidence = [f"{other} has a gradient of root mean square {entry.array_sketch.rms:.3g}; {without} has none."]
     absent = {key for key, each in sides[number].items() if is_absent(each)}
     modules = list(dict.fromkeys(key[2] for key in absent if not is_absent(sides[1 - number].get(key, entry))))
     order = list(

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import Sketch, sketch_distance
 from polyamp.parity.trace.trace import Entry
 from polyamp.parity.verdict.causes.cause import Cause
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _EQUAL: Final = 1e-6
 _ROUNDED: Final = 1e-5
 """Largest relative distance of arrays that were computed in other orders."""
@@ -30,9 +28,7 @@ def explain_initial_weight(labels: tuple[str, str], entries: tuple[Entry, Entry]
         entries: of the parameter, of both sides.
         first: all entries of the first side before the first step.
     """
-    a, b = (entry.sketch for entry in entries)
-    assert a is not None
-    assert b is not None
+    a, b = (entry.array_sketch for entry in entries)
     entry = entries[0]
     what = f"{entry.what} {entry.name!r} of {entry.module!r}"
     scale = max(a.norm, b.norm) or 1.0
@@ -53,7 +49,6 @@ def explain_initial_weight(labels: tuple[str, str], entries: tuple[Entry, Entry]
 
 def is_permutation(a: Sketch, b: Sketch) -> bool:
     """Return whether two arrays seem to hold the same numbers in other orders."""
-    import numpy as np
 
     def near(one: float, other: float) -> bool:
         return abs(one - other) <= 1e-5 * max(abs(one), abs(other), a.rms)
@@ -76,8 +71,6 @@ def _is_same(a: Sketch, b: Sketch) -> bool:
 
 def _rearranged(sketch: Sketch) -> Iterator[tuple[str, Array]]:
     """Yield words and values of an array that is stored whole, with its axes exchanged, turned round or shifted."""
-    import numpy as np
-
     array = sketch.samples()
     if array.size != math.prod(sketch.shape):
         return
@@ -94,7 +87,5 @@ def _rearranged(sketch: Sketch) -> Iterator[tuple[str, Array]]:
 
 
 def _is_equal(array: Array, sketch: Sketch) -> bool:
-    import numpy as np
-
     apart = array.ravel() - sketch.samples() if array.size == sketch.samples().size else array
     return float(np.linalg.norm(apart)) <= _ROUNDED * sketch.norm

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import Entry, entry_key
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _EQUAL: Final = 1e-5
 """Relative distance up to which an array counts as the same on both sides."""
 _WORDS: Final = {"input": "the input", "output": "output"}
@@ -55,8 +53,7 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
 
     Behind them stand reductions over inner axes of larger ones, such as the mean over positions.
     """
-    assert entry.sketch is not None
-    size, shape = entry.sketch.size, entry.sketch.shape
+    size, shape = entry.array_sketch.size, entry.array_sketch.shape
     latest = _agreed(entry, ours, theirs)
     same = [each for each in latest if math.prod(each.shape) == size]
     larger = [each for each in latest if each.is_whole and math.prod(each.shape) > size][:_MAX_REDUCED]
@@ -65,8 +62,7 @@ def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, E
 
 def known_columns(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
     """Return whole arrays with the rows of an entry's and fewer columns that were recorded before it and agree."""
-    assert entry.sketch is not None
-    shape = entry.sketch.shape
+    shape = entry.array_sketch.shape
     return [
         each
         for each in _agreed(entry, ours, theirs)
@@ -92,8 +88,6 @@ def _agreed(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]
 
 def _reductions(array: KnownArray, shape: tuple[int, ...]) -> list[KnownArray]:
     """Return an array reduced over its axes between the first and the last, where that gives a shape."""
-    import numpy as np
-
     if len(array.shape) < 3 or (array.shape[0], array.shape[-1]) != shape:
         return []
     values = array.values.reshape(shape[0], -1, shape[1])

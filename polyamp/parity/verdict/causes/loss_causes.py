@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import Sketch, sample_indices
 from polyamp.parity.verdict.causes.cause import Cause
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 _ALIKE: Final = "All outputs agree and the loss does not"
 _MIN_SAMPLES: Final = 3
 """Least number of stored elements of a place."""
@@ -29,8 +27,6 @@ def explain_loss(labels: tuple[str, str], gradients: tuple[Sketch, Sketch], numb
         gradients: of both losses with respect to the same output.
         numbers: the losses, as a sentence.
     """
-    import numpy as np
-
     shape = gradients[0].shape
     if not shape or shape != gradients[1].shape:
         return None
@@ -68,8 +64,6 @@ def explain_loss(labels: tuple[str, str], gradients: tuple[Sketch, Sketch], numb
 
 def _factor(x: Array, y: Array) -> float:
     """Return by which factor `y` is a multiple of `x`; NaN if it is not."""
-    import numpy as np
-
     factor = float(x @ y) / float(x @ x)
     return factor if float(np.linalg.norm(y - factor * x)) <= _EQUAL * float(np.linalg.norm(y)) else float("nan")
 
@@ -106,8 +100,6 @@ def _other_targets(labels: tuple[str, str], pairs: Sequence[tuple[Array, Array]]
 
 def _elementwise(labels: tuple[str, str], gradients: tuple[Sketch, Sketch], numbers: str) -> Cause | None:
     """Return how two losses of single elements differ; None if one's gradient is a multiple of the other's."""
-    import numpy as np
-
     values = [each.samples() for each in gradients]
     sizes = [np.abs(each[each != 0]) for each in values]
     flat = [each.size > 1 and float(each.max() - each.min()) <= _EQUAL * float(each.max()) for each in sizes]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import sample_indices
 from polyamp.parity.verdict.causes.known_arrays import KnownArray
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 Parameters = Mapping[tuple[str, str], "Array"]
 _EQUAL: Final = 1e-5
 """Relative distance up to which a normalization gives an array."""
@@ -48,8 +46,6 @@ def find_normalization(values: Array, known: Sequence[KnownArray], parameters: P
         known: arrays of the same size that both sides agree on.
         parameters: arrays of the model, before the step; of larger ones samples.
     """
-    import numpy as np
-
     for name, x, shape in _inputs(known):
         size = math.prod(shape)
         if len(shape) < 2 or x.size != values.size or size // shape[-1] < _MIN_ROWS:
@@ -72,8 +68,6 @@ def find_normalization(values: Array, known: Sequence[KnownArray], parameters: P
 
 def epsilon_texts(one: Normalization, two: Normalization, labels: tuple[str, str]) -> str:
     """Return the epsilons of two normalizations of the same array in words."""
-    import numpy as np
-
     if one.epsilon is not None and two.epsilon is not None:
         return f"about {one.epsilon:.2g} in {labels[0]}, {two.epsilon:.2g} in {labels[1]}"
     apart = float(np.median(two.inverse_squares - one.inverse_squares))
@@ -88,8 +82,6 @@ def has_batch_statistics(values: Array, shape: tuple[int, ...], bias: Array) -> 
         shape: of the output, channels last.
         bias: of the layer.
     """
-    import numpy as np
-
     means = values.reshape(-1, shape[-1]).mean(0)
     return bool(np.allclose(means, bias, atol=1e-4 * float(np.abs(values).max())))
 
@@ -103,8 +95,6 @@ def _inputs(known: Sequence[KnownArray]) -> Iterator[tuple[str, Array, tuple[int
 
 def _affine(width: int, parameters: Parameters) -> Iterator[tuple[str, Array, Array]]:
     """Yield words, scale and shift of what may follow a normalization."""
-    import numpy as np
-
     zero = np.zeros(width)
     yield "", np.ones(width), zero
     for (module, name), array in parameters.items():
@@ -128,8 +118,6 @@ def _row_squares(x: Array, y: Array, rows: Array, counts: Array, *, centered: bo
         counts: number of stored elements of each row.
         centered: whether the rows of both have their means subtracted.
     """
-    import numpy as np
-
     if centered:
         offsets = np.bincount(rows, weights=y) / counts
         x = x - (np.bincount(rows, weights=x) / counts)[rows]
@@ -147,8 +135,6 @@ def _row_squares(x: Array, y: Array, rows: Array, counts: Array, *, centered: bo
 
 def _epsilon(x: Array, inverse_squares: Array, centered: bool) -> float | None:
     """Return the epsilon that makes the mean of squares of each row what it is divided by; None if none does."""
-    import numpy as np
-
     squares = np.square(x - x.mean(1, keepdims=True) if centered else x).mean(1)
     each = inverse_squares - squares
     found = float(np.median(each))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.trace.sketch import Sketch
 from polyamp.parity.trace.trace import NOT_SLOTS, Entry
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 ParameterKey = tuple[str, str]
 """Path of a layer, name of an array in it."""
 Samples = Mapping[ParameterKey, "Array"]

@@ -8,15 +8,13 @@ arrays, so they are known for a user's own loop as for a recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.parity.verdict.causes.step_history import ParameterKey, Samples, SideUpdate
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
-
+Array = np.ndarray[Any, Any]
 FIRST_MOMENTS: Final = ("momentum", "exp_avg")
 SECOND_MOMENTS: Final = ("exp_avg_sq", "square_avg")
 GOOD_FIT: Final = 3e-3
@@ -107,8 +105,6 @@ def fit(target: Array, columns: Sequence[Array]) -> Fit:
 
     Columns that depend on earlier ones have the coefficient 0.
     """
-    import numpy as np
-
     size = float(np.linalg.norm(target))
     kept: list[int] = []
     basis: list[Array] = []
@@ -138,8 +134,6 @@ def moment_rule(side: SideUpdate, limits: Sequence[float] = (), roundoff: float 
         roundoff: unit roundoff of the passes. A loop makes its moments of a pass of its own, and not of the recorded
             one, which rounds in another way.
     """
-    import numpy as np
-
     tolerance = max(GOOD_FIT, _ROUNDINGS * roundoff)
     slot = next((slot for slot in FIRST_MOMENTS if side.slots.get(slot)), "")
     moments = side.slots[slot] if slot else {key: side.after[key] - side.before[key] for key in side.before}
@@ -229,8 +223,6 @@ def update_rule(side: SideUpdate, epsilons: Sequence[float] = ()) -> UpdateRule 
         side: the update.
         epsilons: values that are tried first, such as the recipe's.
     """
-    import numpy as np
-
     first = next((slot for slot in FIRST_MOMENTS if side.slots.get(slot)), "")
     second = next((slot for slot in SECOND_MOMENTS if side.slots.get(slot)), "")
     moments = side.slots[first] if first else side.gradients
@@ -307,14 +299,10 @@ def update_rule(side: SideUpdate, epsilons: Sequence[float] = ()) -> UpdateRule 
 def _pool(arrays: Samples, keys: Sequence[ParameterKey], sizes: Samples) -> tuple[Array, Array]:
     """Return elements of some arrays in one, each divided by the size of that parameter's array in `sizes`, and the
     divisors' reciprocals."""
-    import numpy as np
-
     factors = [1.0 / _rms(sizes[key]) for key in keys]
     parts = [arrays[key][:_MAX_ELEMENTS] * factor for key, factor in zip(keys, factors, strict=True)]
     return np.concatenate(parts), np.repeat(factors, [part.size for part in parts])
 
 
 def _rms(values: Array) -> float:
-    import numpy as np
-
     return float(np.sqrt(np.mean(np.square(values)))) or 1.0
