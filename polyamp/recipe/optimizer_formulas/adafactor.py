@@ -130,5 +130,8 @@ class Adafactor(Spec):
         return xp.scatter(relative * limited, param), new
 
 
+adafactor = Adafactor
+
+
 def _move(mean: Any, value: Any, share: Any) -> Any:
     return mean + share * (value - mean)

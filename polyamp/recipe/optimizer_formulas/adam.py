@@ -103,3 +103,7 @@ class AdamW(_AdamFormula):
     @property
     def decouples_decay(self) -> bool:
         return True
+
+
+adam = Adam
+adamw = AdamW

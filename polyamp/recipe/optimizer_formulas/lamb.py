@@ -64,3 +64,6 @@ class Lamb(Spec):
         positive = xp.minimum(length, own) > 0.0
         ratio = xp.where(positive, length / xp.where(positive, own, one), one)
         return numbers["rate"] * ratio * step, new
+
+
+lamb = Lamb

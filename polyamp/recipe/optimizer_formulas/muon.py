@@ -198,3 +198,6 @@ class Muon(Spec):
             return 0.2 * math.sqrt(max(rows, columns))
         outputs, inputs = (columns, rows) if self.layout == "in_out" else (rows, columns)
         return math.sqrt(max(1.0, outputs / inputs)) if inputs else 1.0
+
+
+muon = Muon

@@ -101,3 +101,7 @@ class NAdamW(NAdam):
         super().__post_init__()
         if not self.decoupled_weight_decay:
             raise RecipeError("nadamw decouples its weight decay. Received: decoupled_weight_decay=False. Use nadam.")
+
+
+nadam = NAdam
+nadamw = NAdamW

@@ -89,3 +89,6 @@ class ScheduleFreeAdamW(Spec):
     def average(self, param: Any, slots: Slots) -> Any:
         beta1 = self.betas[0]
         return param - ((1.0 - beta1) / beta1) * slots["distance"]
+
+
+schedule_free = ScheduleFreeAdamW
