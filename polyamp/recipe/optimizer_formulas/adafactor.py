@@ -96,10 +96,6 @@ class Adafactor(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {
             "share": xp.power(count, self.beta2_decay),

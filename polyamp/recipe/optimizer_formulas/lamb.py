@@ -44,10 +44,6 @@ class Lamb(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         own = adam_corrections(xp, self.betas, 1.0, count)
         return {"root": own["root"], "factor": own["rate"]}

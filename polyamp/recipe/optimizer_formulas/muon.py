@@ -131,10 +131,6 @@ class Muon(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def parameter_settings(self, parameter: ParameterFacts) -> Mapping[str, Any]:
         method, has_two_axes = self.method, parameter.dimensions == 2
         if method == "muon" and not has_two_axes:
