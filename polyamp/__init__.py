@@ -8,62 +8,76 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyamp._version import __version__
+from polyamp._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from polyamp import losses, parity, porting, schedules
-    from polyamp.contract.backend import Backend, BackendInfo, State
-    from polyamp.contract.casting_report import CastingReport
-    from polyamp.contract.explain import explain
-    from polyamp.contract.registry import BackendStatus, backends
-    from polyamp.diagnosis.diagnose import diagnose
-    from polyamp.doctor.capabilities import capabilities
-    from polyamp.doctor.device_capabilities import Capabilities
-    from polyamp.doctor.float8_plan import float8_plan
-    from polyamp.errors import (
-        ArgumentError,
-        BackendError,
-        BackendNotInstalledError,
-        BatchError,
-        CheckpointError,
-        GradientError,
-        LossError,
-        LossScaleError,
-        LossScaleStuckError,
-        ModelError,
-        PolicyError,
-        PolyampError,
-        PortError,
-        RecipeError,
-        ReplicaError,
-        StateError,
-        TraceError,
-        UnsupportedError,
-    )
-    from polyamp.linter.lint import lint
-    from polyamp.monitor.monitor import Monitor
-    from polyamp.nonfinite.find_nonfinite import find_nonfinite
-    from polyamp.nonfinite.replay import replay
-    from polyamp.parity.compare import compare
-    from polyamp.porting.port import port
-    from polyamp.recipe import optimizers
-    from polyamp.recipe.dialects.dialect_report import DialectReport, dialect_report
-    from polyamp.recipe.ema import Ema
-    from polyamp.recipe.float8 import Float8
-    from polyamp.recipe.groups import Group, no_decay
+    from polyamp import losses as losses
+    from polyamp import parity as parity
+    from polyamp import porting as porting
+    from polyamp import schedules as schedules
+    from polyamp.contract.backend import Backend as Backend
+    from polyamp.contract.backend import BackendInfo as BackendInfo
+    from polyamp.contract.backend import State as State
+    from polyamp.contract.casting_report import CastingReport as CastingReport
+    from polyamp.contract.explain import explain as explain
+    from polyamp.contract.registry import BackendStatus as BackendStatus
+    from polyamp.contract.registry import backends as backends
+    from polyamp.diagnosis.diagnose import diagnose as diagnose
+    from polyamp.doctor.capabilities import capabilities as capabilities
+    from polyamp.doctor.device_capabilities import Capabilities as Capabilities
+    from polyamp.doctor.float8_plan import float8_plan as float8_plan
+    from polyamp.errors import ArgumentError as ArgumentError
+    from polyamp.errors import BackendError as BackendError
+    from polyamp.errors import BackendNotInstalledError as BackendNotInstalledError
+    from polyamp.errors import BatchError as BatchError
+    from polyamp.errors import CheckpointError as CheckpointError
+    from polyamp.errors import GradientError as GradientError
+    from polyamp.errors import LossError as LossError
+    from polyamp.errors import LossScaleError as LossScaleError
+    from polyamp.errors import LossScaleStuckError as LossScaleStuckError
+    from polyamp.errors import ModelError as ModelError
+    from polyamp.errors import PolicyError as PolicyError
+    from polyamp.errors import PolyampError as PolyampError
+    from polyamp.errors import PortError as PortError
+    from polyamp.errors import RecipeError as RecipeError
+    from polyamp.errors import ReplicaError as ReplicaError
+    from polyamp.errors import StateError as StateError
+    from polyamp.errors import TraceError as TraceError
+    from polyamp.errors import UnsupportedError as UnsupportedError
+    from polyamp.linter.lint import lint as lint
+    from polyamp.monitor.monitor import Monitor as Monitor
+    from polyamp.nonfinite.find_nonfinite import find_nonfinite as find_nonfinite
+    from polyamp.nonfinite.replay import replay as replay
+    from polyamp.parity.compare import compare as compare
+    from polyamp.porting.port import port as port
+    from polyamp.recipe.dialects.dialect_report import DialectReport as DialectReport
+    from polyamp.recipe.dialects.dialect_report import dialect_report as dialect_report
+    from polyamp.recipe.ema import Ema as Ema
+    from polyamp.recipe.float8 import Float8 as Float8
+    from polyamp.recipe.groups import Group as Group
+    from polyamp.recipe.groups import no_decay as no_decay
     from polyamp.recipe.optimizers import *  # noqa: F403  # every optimizer
-    from polyamp.recipe.policy import Policy
-    from polyamp.recipe.recipe import Recipe
-    from polyamp.recipe.scaler import LossScaler, LossScaleState
-    from polyamp.results import Gradients, StepResult
-    from polyamp.train.averages import averaged, averaged_model
-    from polyamp.train.checkpoint import load_extra, restore, save
-    from polyamp.train.refresh import refresh
-    from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
-    from polyamp.train.trainable_parameters import parameters
+    from polyamp.recipe.policy import Policy as Policy
+    from polyamp.recipe.recipe import Recipe as Recipe
+    from polyamp.recipe.scaler import LossScaler as LossScaler
+    from polyamp.recipe.scaler import LossScaleState as LossScaleState
+    from polyamp.results import Gradients as Gradients
+    from polyamp.results import StepResult as StepResult
+    from polyamp.train.averages import averaged as averaged
+    from polyamp.train.averages import averaged_model as averaged_model
+    from polyamp.train.checkpoint import load_extra as load_extra
+    from polyamp.train.checkpoint import restore as restore
+    from polyamp.train.checkpoint import save as save
+    from polyamp.train.refresh import refresh as refresh
+    from polyamp.train.step import apply_gradients as apply_gradients
+    from polyamp.train.step import init as init
+    from polyamp.train.step import train_step as train_step
+    from polyamp.train.step import value_and_grad as value_and_grad
+    from polyamp.train.trainable_parameters import parameters as parameters
 
+_PUBLIC_MODULES = ("losses", "parity", "porting", "schedules")
 _MODULES = (
-    *("losses", "parity", "porting", "schedules"),
+    *_PUBLIC_MODULES,
     *("backend_lookup", "framework_detection"),
     *("contract", "errors", "recipe", "records", "results", "rules", "train", "trees"),
 )
@@ -120,78 +134,6 @@ _OTHER_HINTS = {
 }
 """Name that users look for here -> its location in the package of one framework."""
 
-__all__ = [
-    "ArgumentError",
-    "Backend",
-    "BackendError",
-    "BackendInfo",
-    "BackendNotInstalledError",
-    "BackendStatus",
-    "BatchError",
-    "Capabilities",
-    "CastingReport",
-    "CheckpointError",
-    "DialectReport",
-    "Ema",
-    "Float8",
-    "GradientError",
-    "Gradients",
-    "Group",
-    "LossError",
-    "LossScaleError",
-    "LossScaleState",
-    "LossScaleStuckError",
-    "LossScaler",
-    "ModelError",
-    "Monitor",
-    "Policy",
-    "PolicyError",
-    "PolyampError",
-    "PortError",
-    "Recipe",
-    "RecipeError",
-    "ReplicaError",
-    "State",
-    "StateError",
-    "StepResult",
-    "TraceError",
-    "UnsupportedError",
-    "__version__",
-    "apply_gradients",
-    "averaged",
-    "averaged_model",
-    "backends",
-    "capabilities",
-    "compare",
-    "diagnose",
-    "dialect_report",
-    "explain",
-    "find_nonfinite",
-    "float8_plan",
-    "init",
-    "lint",
-    "load_extra",
-    "losses",
-    "no_decay",
-    "parameters",
-    "parity",
-    "port",
-    "porting",
-    "refresh",
-    "replay",
-    "restore",
-    "save",
-    "schedules",
-    "train_step",
-    "value_and_grad",
-]
-_NAMES: list[str]
-if TYPE_CHECKING:
-    __all__ += optimizers.__all__
-else:
-    _NAMES = __all__
-    del __all__  # `__getattr__` adds the optimizers, whose names stand in `recipe.optimizers` alone
-
 
 def __dir__() -> list[str]:
     names: list[str] = __getattr__("__all__")
@@ -212,7 +154,8 @@ def __getattr__(name: str) -> Any:
     else:
         specs = vars(import_module(f"{__name__}.recipe.optimizers"))
         if name == "__all__":
-            value = sorted([*_NAMES, *specs["__all__"]])
+            names = (name for names in _EXPORTS.values() for name in names)
+            value = sorted(["__version__", *_PUBLIC_MODULES, *names, *specs["__all__"]])
         elif name in specs["__all__"]:
             value = specs[name]
         else:

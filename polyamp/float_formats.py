@@ -1,7 +1,7 @@
 """The table of floating-point formats: name, bits, range and roundoff of each, and its other spellings.
 
-A new format is one row here and one row in the `DTYPES` table of each backend's `arrays`. No framework is imported: a
-framework's own dtype object is recognised by its name.
+A new format is one row here. Backends make their tables from it, except where a framework has no such dtype in NumPy or
+lists what it casts. No framework is imported: a framework's own dtype object is recognised by its name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Every public name of polyamp and of its backends, read from the source files: no framework is imported.
 
-A package's public names are its `__all__`. `optimizers.__all__` belongs to `polyamp`, which adds these names lazily.
+A package's public names are its `__all__`, and what it imports for type checkers as `x as x`: those of `polyamp`, which
+has its names lazily. `optimizers.__all__` belongs to `polyamp` too.
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ def _listed(package: str) -> set[str]:
     for node in _statements(_tree(package).body):
         if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]:
             listed |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.ImportFrom):
+            listed |= {alias.name for alias in node.names if alias.asname == alias.name}
     return listed
 
 

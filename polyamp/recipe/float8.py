@@ -14,9 +14,9 @@ FLOAT8_COMPUTE: Final = "bfloat16"
 """Compute dtype of a policy with products in 8 bits: the dtype of all other operations."""
 ACTIVATION_FORMAT: Final = "float8_e4m3fn"
 """Format of activations and parameters."""
-GRADIENT_FORMATS: Final = ("float8_e5m2", "float8_e4m3fn")
-LARGEST_EXPONENTS: Final = {"float8_e4m3fn": 8, "float8_e5m2": 15}
+LARGEST_EXPONENTS: Final = {"float8_e5m2": 15, "float8_e4m3fn": 8}
 """Format -> exponent of its largest number, which is 1.75 times that power of two in both."""
+GRADIENT_FORMATS: Final = tuple(LARGEST_EXPONENTS)
 LARGEST_SCALE_EXPONENT: Final = 100
 """With it, float32's subnormal numbers round to 0 in both formats; devices that flush them agree with those that do
 not."""

@@ -188,8 +188,8 @@ class Spec(Record):
 
     @property
     def counts_updates(self) -> bool:
-        """Whether the formula depends on the number of the parameter's update (S23)."""
-        return False
+        """Whether the formula depends on the number of the parameter's update (S23): if it has `corrections`."""
+        return type(self).corrections is not Spec.corrections
 
     def rate(self, count: Any, xp: ArrayNamespace) -> Any:
         """Return the learning rate of the update after `count` applied ones, as a scalar of `count`'s framework, in its

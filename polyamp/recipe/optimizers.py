@@ -5,66 +5,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
-from polyamp.recipe.optimizer_formulas.adafactor import Adafactor
-from polyamp.recipe.optimizer_formulas.adagrad import Adagrad
-from polyamp.recipe.optimizer_formulas.adam import Adam, AdamW
-from polyamp.recipe.optimizer_formulas.lamb import Lamb
-from polyamp.recipe.optimizer_formulas.lion import Lion
-from polyamp.recipe.optimizer_formulas.muon import Muon
-from polyamp.recipe.optimizer_formulas.nadam import NAdam, NAdamW
-from polyamp.recipe.optimizer_formulas.rmsprop import RMSprop
-from polyamp.recipe.optimizer_formulas.schedule_free import ScheduleFreeAdamW
-from polyamp.recipe.optimizer_formulas.sgd import SGD
+from polyamp.recipe.optimizer_formulas.adafactor import adafactor
+from polyamp.recipe.optimizer_formulas.adagrad import adagrad
+from polyamp.recipe.optimizer_formulas.adam import adam, adamw
+from polyamp.recipe.optimizer_formulas.lamb import lamb
+from polyamp.recipe.optimizer_formulas.lion import lion
+from polyamp.recipe.optimizer_formulas.muon import muon
+from polyamp.recipe.optimizer_formulas.nadam import nadam, nadamw
+from polyamp.recipe.optimizer_formulas.rmsprop import rmsprop
+from polyamp.recipe.optimizer_formulas.schedule_free import schedule_free
+from polyamp.recipe.optimizer_formulas.sgd import sgd
 from polyamp.recipe.optimizer_spec import Spec
 
-__all__ = [
-    "adafactor",
-    "adagrad",
+__all__ = [  # noqa: RUF022  # in the order of messages and pages
+    "sgd",
     "adam",
     "adamw",
-    "lamb",
+    "rmsprop",
+    "adagrad",
     "lion",
-    "muon",
     "nadam",
     "nadamw",
-    "rmsprop",
+    "lamb",
+    "adafactor",
+    "muon",
     "schedule_free",
-    "sgd",
 ]
 
-OptimizerSpec = (
-    SGD | Adam | AdamW | RMSprop | Adagrad | Lion | NAdam | NAdamW | Lamb | Adafactor | Muon | ScheduleFreeAdamW
-)
-"""Any optimizer spec; in a recipe file a table with `type = "adamw"` etc."""
-SPECS: tuple[type[OptimizerSpec], ...] = (
-    SGD,
-    Adam,
-    AdamW,
-    RMSprop,
-    Adagrad,
-    Lion,
-    NAdam,
-    NAdamW,
-    Lamb,
-    Adafactor,
-    Muon,
-    ScheduleFreeAdamW,
-)
+SPECS: tuple[type[Spec], ...] = tuple(globals()[name] for name in __all__)
 
-sgd = SGD
-adam = Adam
-adamw = AdamW
-rmsprop = RMSprop
-adagrad = Adagrad
-lion = Lion
-nadam = NAdam
-nadamw = NAdamW
-lamb = Lamb
-adafactor = Adafactor
-muon = Muon
-schedule_free = ScheduleFreeAdamW
+if TYPE_CHECKING:
+    OptimizerSpec = Spec
+else:
+    OptimizerSpec = Union[SPECS]  # noqa: UP007  # made from the tuple
+    """Any optimizer spec; in a recipe file a table with `type = "adamw"` etc."""
 
 
 def is_spec(value: Any) -> bool:

@@ -35,10 +35,8 @@ def _mixed(dtype: str, mode: str | None = None) -> PolicySpelling:
 DIALECTS: Final[dict[str, dict[str, PolicySpelling]]] = {
     "keras": {
         "float32": _pure("float32"),
-        "mixed_float16": _mixed("float16"),
-        "mixed_bfloat16": _mixed("bfloat16"),
-        "float16": _pure("float16"),
-        "bfloat16": _pure("bfloat16"),
+        **{f"mixed_{name}": _mixed(name) for name in HALF_DTYPES},
+        **{name: _pure(name) for name in HALF_DTYPES},
         "float64": _pure("float64"),
     },
     "lightning": {

@@ -8,15 +8,11 @@ import ml_dtypes
 import numpy as np
 
 from polyamp.array_namespace import array_namespace
+from polyamp.float_formats import FORMATS
 from polyamp.trees import map_tree
 
 Array = np.ndarray[Any, Any]
-DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
+DTYPES: Final[dict[str, np.dtype[Any]]] = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in FORMATS}
 
 
 def _asarray(value: Any, like: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +18,6 @@ from polyamp.recipe.float8 import (
 )
 from polyamp.reference.arrays import DTYPES, Array
 from polyamp.reference.tensor import Tensor, cast, tensor
-
-_FORMATS: Final = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
 class QuantizedArray(NamedTuple):
@@ -82,7 +80,7 @@ def _scale(wide: Array, largest: Array, form: str) -> QuantizedArray:
     counts = finite & (largest >= np.finfo(np.float32).smallest_normal)
     exponent = np.where(counts, np.minimum(exponent, LARGEST_SCALE_EXPONENT), 0)
     scaled = np.where(counts, np.ldexp(wide, exponent), np.where(finite, np.float32(0.0), np.float32(np.nan)))
-    return QuantizedArray(scaled.astype(_FORMATS[form]), exponent)
+    return QuantizedArray(scaled.astype(getattr(ml_dtypes, form)), exponent)
 
 
 def multiply_codes(left: QuantizedArray, right: QuantizedArray, dtype: Any) -> Array:

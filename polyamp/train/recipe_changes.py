@@ -45,13 +45,12 @@ def state_settings(state: Any) -> RecipeSettings:
 def recipe_settings(recipe: Recipe, native: Mapping[str, Any] | None = None) -> RecipeSettings:
     """Return the same for a recipe; `native` describes an optimizer that is not a polyamp spec."""
     optimizer: Any = recipe.optimizer
+    limits = recipe.clip._asdict()
     plain: RecipeSettings = {
         "policy": {name: value for name, value in recipe.policy.to_dict().items() if name != "aliases" or value},
         "scaler": recipe.loss_scaler.to_dict(),
         "optimizer": plain_data(optimizer) if is_spec(optimizer) else dict(native or {}),
-        "clip_norm": plain_data(recipe.clip_norm),
-        **({} if recipe.clip_value is None else {"clip_value": plain_data(recipe.clip_value)}),
-        **({"clip_eps": recipe.clip_eps} if recipe.clip_eps else {}),
+        **{f"clip_{name}": plain_data(limit) for name, limit in limits.items() if limit or name == "norm"},
         "accumulate_steps": recipe.accumulate_steps,
         **({} if recipe.ema is None else {"ema": recipe.ema.to_dict()}),
     }

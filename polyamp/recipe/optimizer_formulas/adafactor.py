@@ -96,10 +96,6 @@ class Adafactor(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {
             "share": xp.power(count, self.beta2_decay),
@@ -128,6 +124,9 @@ class Adafactor(Spec):
         limited = change / xp.maximum(size, xp.asarray(1.0, size))
         relative = numbers["relative"] * xp.maximum(length, xp.asarray(self.eps[1], length))
         return xp.scatter(relative * limited, param), new
+
+
+adafactor = Adafactor
 
 
 def _move(mean: Any, value: Any, share: Any) -> Any:

@@ -73,3 +73,6 @@ class Adagrad(Spec):
     ) -> tuple[Any, Slots]:
         new = keep({"sum": slots["sum"] + grad * grad})
         return numbers["rate"] * (grad / (xp.sqrt(new["sum"]) + self.eps)), new
+
+
+adagrad = Adagrad

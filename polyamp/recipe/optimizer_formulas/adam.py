@@ -42,10 +42,6 @@ class _AdamFormula(Spec):
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return adam_corrections(xp, self.betas, rate, count)
 
@@ -103,3 +99,7 @@ class AdamW(_AdamFormula):
     @property
     def decouples_decay(self) -> bool:
         return True
+
+
+adam = Adam
+adamw = AdamW

@@ -44,10 +44,6 @@ class Lamb(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         own = adam_corrections(xp, self.betas, 1.0, count)
         return {"root": own["root"], "factor": own["rate"]}
@@ -64,3 +60,6 @@ class Lamb(Spec):
         positive = xp.minimum(length, own) > 0.0
         ratio = xp.where(positive, length / xp.where(positive, own, one), one)
         return numbers["rate"] * ratio * step, new
+
+
+lamb = Lamb

@@ -44,3 +44,6 @@ class Lion(Spec):
         beta1, beta2 = self.betas
         direction = xp.sign(beta1 * slots["exp_avg"] + (1.0 - beta1) * grad)
         return numbers["rate"] * direction, keep({"exp_avg": beta2 * slots["exp_avg"] + (1.0 - beta2) * grad})
+
+
+lion = Lion

@@ -131,10 +131,6 @@ class Muon(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def parameter_settings(self, parameter: ParameterFacts) -> Mapping[str, Any]:
         method, has_two_axes = self.method, parameter.dimensions == 2
         if method == "muon" and not has_two_axes:
@@ -198,3 +194,6 @@ class Muon(Spec):
             return 0.2 * math.sqrt(max(rows, columns))
         outputs, inputs = (columns, rows) if self.layout == "in_out" else (rows, columns)
         return math.sqrt(max(1.0, outputs / inputs)) if inputs else 1.0
+
+
+muon = Muon

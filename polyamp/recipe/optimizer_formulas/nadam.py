@@ -55,10 +55,6 @@ class NAdam(Spec):
     def decouples_decay(self) -> bool:
         return self.decoupled_weight_decay
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         def momentum(number: Any) -> Any:
             return self.betas[0] * (0.5 + 0.5 * one_minus_power(0.96, number * self.momentum_decay, xp))
@@ -101,3 +97,7 @@ class NAdamW(NAdam):
         super().__post_init__()
         if not self.decoupled_weight_decay:
             raise RecipeError("nadamw decouples its weight decay. Received: decoupled_weight_decay=False. Use nadam.")
+
+
+nadam = NAdam
+nadamw = NAdamW

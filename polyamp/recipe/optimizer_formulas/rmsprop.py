@@ -64,3 +64,6 @@ class RMSprop(Spec):
             new |= keep({"momentum": self.momentum * slots["momentum"] + step})
             step = new["momentum"]
         return numbers["rate"] * step, new
+
+
+rmsprop = RMSprop

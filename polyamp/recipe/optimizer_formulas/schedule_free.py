@@ -65,10 +65,6 @@ class ScheduleFreeAdamW(Spec):
     def decouples_decay(self) -> bool:
         return True
 
-    @property
-    def counts_updates(self) -> bool:
-        return True
-
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {"root": xp.sqrt(one_minus_power(self.betas[1], count, xp))}
 
@@ -89,3 +85,6 @@ class ScheduleFreeAdamW(Spec):
     def average(self, param: Any, slots: Slots) -> Any:
         beta1 = self.betas[0]
         return param - ((1.0 - beta1) / beta1) * slots["distance"]
+
+
+schedule_free = ScheduleFreeAdamW

@@ -61,3 +61,6 @@ class SGD(Spec):
         new = keep({"momentum": self.momentum * slots["momentum"] + grad})
         step = grad + self.momentum * new["momentum"] if self.nesterov else new["momentum"]
         return numbers["rate"] * step, new
+
+
+sgd = SGD

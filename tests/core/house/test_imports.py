@@ -103,13 +103,16 @@ PUBLIC_MODULES = {"losses", "parity", "porting", "schedules", "accelerate", "lig
 )
 def test_no_submodule_has_the_name_of_something_public(package: str) -> None:
     """Importing the submodule would put it in the place of the function: a package has one attribute of a name."""
-    source = (ROOT / package / "__init__.py").read_text(encoding="utf-8")
-    lists = [
-        node.value
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    public = {name for value in lists for name in ast.literal_eval(value)}
+    if package == "polyamp":
+        public = set(polyamp.__all__)
+    else:
+        source = (ROOT / package / "__init__.py").read_text(encoding="utf-8")
+        lists = [
+            node.value
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        public = {name for value in lists for name in ast.literal_eval(value)}
     submodules = {
         path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
     }

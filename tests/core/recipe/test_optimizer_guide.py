@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from polyamp.recipe.optimizer_spec import Spec
-from polyamp.recipe.optimizers import SPECS, NAdam
+from polyamp.recipe.optimizers import SPECS, nadam
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/add_an_optimizer.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_shows_the_class() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert code == inspect.getsource(NAdam)
+    assert code == inspect.getsource(nadam)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.tag)
