@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from polyamp.files import write_atomically
+
 SECTIONS = {
     "targets": "polyamp against its targets",
     "peers": "Other libraries, polyamp over each",
@@ -137,9 +139,9 @@ def heading(*facts: dict[str, Any]) -> str:
 
 
 def write(path: Path, results: Results) -> None:
-    """As JSON, raw."""
+    """As JSON, raw; whole at any time, since `gpu.py` reads the file of a process that still writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
 def read(path: Path) -> Results:
