@@ -20,7 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Final, NamedTuple, Self, TextIO
+from typing import IO, Any, Final, NamedTuple, Self, TextIO, TypeVar
+
+import msgspec
 
 from polyamp import process_reaper as program
 
@@ -37,6 +39,7 @@ _STACK_START: Final = re.compile(r"(Fatal Python error: |Current thread 0x)")
 _TAIL_BYTES: Final = 1 << 16
 _EXIT_TIMEOUT: Final = 5.0
 """Seconds that a worker may live after it closed its output, and that the system may take to end one."""
+_Message = TypeVar("_Message")
 OutputQueue = SimpleQueue["tuple[Worker, bytes | None]"]
 """Queue of (worker, a line of its output); the line is None at the end of the output."""
 
@@ -229,6 +232,16 @@ class WorkerChannel(NamedTuple):
 
     commands: IO[bytes]
     lines: TextIO
+
+    def send(self, message: Any) -> None:
+        """Write a message to the parent, as a line of JSON."""
+        self.lines.write(msgspec.json.encode(message).decode() + "\n")
+        self.lines.flush()
+
+    def receive(self, kind: type[_Message]) -> _Message | None:
+        """Read the next message from the parent; None at the end of the input."""
+        line = self.commands.readline()
+        return msgspec.json.decode(line, type=kind) if line else None
 
 
 def claim_stdio() -> WorkerChannel:

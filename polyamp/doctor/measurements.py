@@ -35,11 +35,6 @@ class DtypeFormat(msgspec.Struct, frozen=True):
     bits: int
     fraction_bits: int
 
-    @property
-    def rounds_result(self) -> bool:
-        """Whether the result of a product is of this dtype too; products of 8-bit numbers are wider."""
-        return self.bits == 16
-
 
 FORMATS_MEASURED: Final = {
     each.name: each

@@ -35,24 +35,19 @@ _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NPROC", "TF_NUM_INT
 def main() -> None:
     """Read a job, measure, and report."""
     channel = claim_stdio()
-
-    def emit(message: ProbeMessage) -> None:
-        channel.lines.write(msgspec.json.encode(message).decode() + "\n")
-        channel.lines.flush()
-
-    line = channel.commands.readline()
-    if not line:
+    job = channel.receive(ProbeJob)
+    if job is None:
         return
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     try:
-        run(msgspec.json.decode(line, type=ProbeJob), emit, lambda: bool(channel.commands.readline()))
+        run(job, channel.send, lambda: bool(channel.commands.readline()))
     except ArgumentError as error:
-        emit(EndMessage(problem=str(error), kind="argument"))
+        channel.send(EndMessage(problem=str(error), kind="argument"))
     except PolyampError as error:
-        emit(EndMessage(problem=str(error)))
+        channel.send(EndMessage(problem=str(error)))
     except Exception as error:  # noqa: BLE001  # whatever a broken framework raises is its line in the report
         traceback.print_exc()
-        emit(EndMessage(problem=f"{type(error).__name__}: {error}"))
+        channel.send(EndMessage(problem=f"{type(error).__name__}: {error}"))
 
 
 def run(job: ProbeJob, emit: Callable[[ProbeMessage], None], wait: Callable[[], bool]) -> None:

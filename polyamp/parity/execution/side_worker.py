@@ -13,9 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Final, Generic, TypeVar
-
-import msgspec
+from typing import Any, Final, Generic, TypeVar
 
 from polyamp._version import __version__
 from polyamp.contract import registry
@@ -36,8 +34,8 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.worker_processes import claim_stdio
 
 EmitMessage = Callable[[Any], None]
+ReceiveCommand = Callable[[type[Any]], Any]
 _Job = TypeVar("_Job", bound=worker_messages.WorkerJob)
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _TRACEBACK_LINES: Final = 12
 """Number of traceback lines in a message."""
 
@@ -48,12 +46,13 @@ class SideWorker(ABC, Generic[_Job]):
     Attributes:
         job: the job.
         emit: sends a message.
+        receive: returns the next command of a type; None at the end of the input.
         activity: what it does, for the message of a failure; "" if that needs no introduction.
         phase, step: current phase and step.
     """
 
-    def __init__(self, job: _Job, emit: EmitMessage, commands: IO[bytes]) -> None:
-        self.job, self.emit, self._commands = job, emit, commands
+    def __init__(self, job: _Job, emit: EmitMessage, receive: ReceiveCommand) -> None:
+        self.job, self.emit, self.receive = job, emit, receive
         self.activity = "before it began"
         self.phase, self.step = "", 0
 
@@ -61,15 +60,10 @@ class SideWorker(ABC, Generic[_Job]):
     def main(cls, job_type: type[_Job]) -> None:
         """Run the job from standard input."""
         channel = claim_stdio()
-
-        def emit(event: Any) -> None:
-            channel.lines.write(msgspec.json.encode(event).decode() + "\n")
-            channel.lines.flush()
-
-        emit(worker_messages.HandshakeEvent(polyamp=__version__, python=platform.python_version()))
-        job = _read_message(channel.commands, job_type)
+        channel.send(worker_messages.HandshakeEvent(polyamp=__version__, python=platform.python_version()))
+        job = channel.receive(job_type)
         if job is not None:
-            cls(job, emit, channel.commands).run_to_end()
+            cls(job, channel.send, channel.receive).run_to_end()
 
     def run_to_end(self) -> None:
         """Run the whole job; an exception becomes the last event."""
@@ -91,15 +85,6 @@ class SideWorker(ABC, Generic[_Job]):
     @abstractmethod
     def run_job(self) -> None:
         """Run the job."""
-
-    def next_command(self, command_type: type[_Struct]) -> _Struct | None:
-        """Read the next command; None at the end of the input."""
-        return _read_message(self._commands, command_type)
-
-
-def _read_message(commands: IO[bytes], message_type: type[_Struct]) -> _Struct | None:
-    line = commands.readline()
-    return msgspec.json.decode(line, type=message_type) if line else None
 
 
 def _is_missing_framework(error: BaseException) -> bool:
@@ -132,8 +117,8 @@ def _error_text(error: BaseException, side: str) -> str:
 class ParticipantWorker(SideWorker[SideJob]):
     """Worker that builds a participant, aligns it with the first side and trains it in every phase."""
 
-    def __init__(self, job: SideJob, emit: EmitMessage, commands: IO[bytes]) -> None:
-        super().__init__(job, emit, commands)
+    def __init__(self, job: SideJob, emit: EmitMessage, receive: ReceiveCommand) -> None:
+        super().__init__(job, emit, receive)
         self._steps = 1
         self._loss: float | None = None
         self._repeats = RepeatCheck("data")
@@ -193,7 +178,7 @@ class ParticipantWorker(SideWorker[SideJob]):
             )
             exchange_files.write_alignment(alignment.alignments[0], mappings, Path(job.alignment_file(job.number)))
             self.emit(worker_messages.SideReadyEvent(side=job.side, alignment=alignment.alignments[0]))
-        command = self.next_command(TrainCommand)
+        command: TrainCommand | None = self.receive(TrainCommand)
         if command is None:  # the run ended
             return
         alignment = alignment or self._align_as_first(participant, command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import stat
 import sys
@@ -329,7 +328,7 @@ def test_the_worker_trains_skips_and_retraces_in_float32(flat_digits: dict[str, 
         baseline="float32",
     )
     events: list[Any] = []
-    worker.DigitsWorker(job, events.append, io.BytesIO()).run_to_end()
+    worker.DigitsWorker(job, events.append, lambda kind: None).run_to_end()
     plain, half = (event.run for event in events if isinstance(event, worker.PolicyResultEvent))
     assert isinstance(events[0], SideBuildEvent)
     assert events[-1] == SideFinishEvent(side="reference")

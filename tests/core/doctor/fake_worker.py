@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
-
-import msgspec
 
 from polyamp.doctor.worker_messages import DeviceMessage, EndMessage, ProbeJob, ProgressMessage, ReadyMessage
 from polyamp.worker_processes import claim_stdio
@@ -16,26 +13,22 @@ from tests.core.doctor.made_up import capabilities_of_a_gpu
 def main() -> None:
     """Do what the job's backend says."""
     channel = claim_stdio()
-
-    def emit(message: Any) -> None:
-        channel.lines.write(msgspec.json.encode(message).decode() + "\n")
-        channel.lines.flush()
-
-    job = msgspec.json.decode(channel.commands.readline(), type=ProbeJob)
+    job = channel.receive(ProbeJob)
+    assert job is not None
     if job.backend == "hangs":
         time.sleep(600)
     elif job.backend == "crashes":
         sys.exit("ImportError: libframework.so is broken")
-    emit(ReadyMessage(version="1.0", devices=["cpu"], measurable=job.backend != "unmeasured"))
+    channel.send(ReadyMessage(version="1.0", devices=["cpu"], measurable=job.backend != "unmeasured"))
     if job.backend == "unmeasured":
-        emit(EndMessage())
+        channel.send(EndMessage())
     elif channel.commands.readline():
         if job.backend == "argument":
-            emit(EndMessage(problem=f"no device {job.device}", kind="argument"))
+            channel.send(EndMessage(problem=f"no device {job.device}", kind="argument"))
         else:
-            emit(ProgressMessage(device="cuda:0", done=1, total=2))
-            emit(DeviceMessage(capabilities=capabilities_of_a_gpu()))
-            emit(EndMessage())
+            channel.send(ProgressMessage(device="cuda:0", done=1, total=2))
+            channel.send(DeviceMessage(capabilities=capabilities_of_a_gpu()))
+            channel.send(EndMessage())
 
 
 if __name__ == "__main__":
