@@ -88,12 +88,16 @@ class Spec(Record):
     """
 
     word: ClassVar[str] = "spec"
+    slot_names: ClassVar[tuple[str, ...]] = ()
+    """Value of `slots`, if it does not depend on hyperparameters."""
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = MappingProxyType({})
     """Slot -> function from the parameter's shape to the slot's; a slot without one has the parameter's shape."""
     native: ClassVar[NativeOptimizers] = MappingProxyType({})
     """Library -> its classes that have this optimizer's state."""
     is_elementwise: ClassVar[bool] = True
     """Whether an element of the new parameter depends on no other element."""
+    has_decoupled_decay: ClassVar[bool] = False
+    """Value of `decouples_decay`, if it does not depend on hyperparameters."""
     has_own_decay: ClassVar[bool] = False
     """Whether `step` uses `weight_decay` itself, so that `update` does not."""
     depends_on_parameter: ClassVar[bool] = False
@@ -148,7 +152,7 @@ class Spec(Record):
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of the per-parameter state arrays, which are at least float32."""
-        raise NotImplementedError  # every spec defines its own
+        return self.slot_names
 
     @classmethod
     def unchecked(cls, options: Mapping[str, Any]) -> Self:
@@ -184,7 +188,7 @@ class Spec(Record):
     @property
     def decouples_decay(self) -> bool:
         """Whether `weight_decay` shrinks the parameter, instead of being added to the gradient (L2)."""
-        return False
+        return self.has_decoupled_decay
 
     @property
     def counts_updates(self) -> bool:

@@ -190,11 +190,9 @@ def _prefixes(key: str) -> list[str]:
 
 
 def _plain_mapping(block: Any, library: str) -> dict[str, Any]:
-    if isinstance(block, Mapping):
-        return dict(block)
-    fields = getattr(type(block), "__dataclass_fields__", None)
-    if fields is not None:
-        return {name: getattr(block, name) for name in fields}
+    section = _section(block)
+    if section is not None:
+        return dict(section)
     if not isinstance(block, str | bytes | int | float | list | tuple | type | None) and hasattr(block, "__dict__"):
         return dict(vars(block))
     raise ArgumentError(

@@ -49,6 +49,8 @@ class Adafactor(Spec):
     """
 
     tag: ClassVar[str] = "adafactor"
+    slot_names: ClassVar[tuple[str, ...]] = ("row_var", "col_var", "variance")
+    has_decoupled_decay: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = False
     depends_on_parameter: ClassVar[bool] = True
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = dict.fromkeys(
@@ -76,10 +78,6 @@ class Adafactor(Spec):
         if name == "d" and value < 1.0:
             raise RecipeError(f"d must be at least 1. Received: d={value!r}.")
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("row_var", "col_var", "variance")
-
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
         if len(shape) < 2:
             return shape if slot == "variance" else ()
@@ -91,10 +89,6 @@ class Adafactor(Spec):
 
     def parameter_settings(self, parameter: ParameterFacts) -> Mapping[str, Any]:
         return {"layout": kernel_layout(parameter)} if self.layout == "auto" else {}
-
-    @property
-    def decouples_decay(self) -> bool:
-        return True
 
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {

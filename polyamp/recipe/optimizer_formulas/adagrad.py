@@ -20,6 +20,7 @@ class Adagrad(Spec):
     """
 
     tag: ClassVar[str] = "adagrad"
+    slot_names: ClassVar[tuple[str, ...]] = ("sum",)
     native: ClassVar[NativeOptimizers] = {
         "torch": (
             NativeOptimizer(
@@ -53,10 +54,6 @@ class Adagrad(Spec):
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
     groups: Sequence[Group] = ()
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("sum",)
 
     def initial(self, slot: str) -> float:
         return self.initial_accumulator_value

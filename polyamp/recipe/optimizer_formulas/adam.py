@@ -92,13 +92,10 @@ class AdamW(_AdamFormula):
     """
 
     tag: ClassVar[str] = "adamw"
+    has_decoupled_decay: ClassVar[bool] = True
     native: ClassVar[NativeOptimizers] = {"torch": (NativeOptimizer("torch.optim.AdamW", is_fused=True),)}
 
     weight_decay: float = 1e-2
-
-    @property
-    def decouples_decay(self) -> bool:
-        return True
 
 
 adam = Adam

@@ -26,6 +26,8 @@ class Lamb(Spec):
     """
 
     tag: ClassVar[str] = "lamb"
+    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    has_decoupled_decay: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = False
     has_own_decay: ClassVar[bool] = True
     native: ClassVar[NativeOptimizers] = {}
@@ -35,14 +37,6 @@ class Lamb(Spec):
     eps: float = 1e-6
     weight_decay: float = 1e-2
     groups: Sequence[Group] = ()
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def decouples_decay(self) -> bool:
-        return True
 
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         own = adam_corrections(xp, self.betas, 1.0, count)

@@ -20,6 +20,8 @@ class Lion(Spec):
     """
 
     tag: ClassVar[str] = "lion"
+    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    has_decoupled_decay: ClassVar[bool] = True
     native: ClassVar[NativeOptimizers] = {
         "keras": (NativeOptimizer("keras.optimizers.Lion", {"momentums": "exp_avg"}, counts=False),),
         "optax": (NativeOptimizer("optax.ScaleByLionState", {"mu": "exp_avg"}, counts=False),),
@@ -29,14 +31,6 @@ class Lion(Spec):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     groups: Sequence[Group] = ()
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    @property
-    def decouples_decay(self) -> bool:
-        return True
 
     def step(
         self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector

@@ -80,6 +80,8 @@ class Muon(Spec):
     """
 
     tag: ClassVar[str] = "muon"
+    slot_names: ClassVar[tuple[str, ...]] = ("momentum", "exp_avg_sq")
+    has_decoupled_decay: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = False
     depends_on_parameter: ClassVar[bool] = True
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = {"exp_avg_sq": scalar_shape}
@@ -120,16 +122,8 @@ class Muon(Spec):
         else:
             super()._check_hyperparameter(name, value)
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("momentum", "exp_avg_sq")
-
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
         return () if slot == "exp_avg_sq" and self._is_matrix(shape) else shape
-
-    @property
-    def decouples_decay(self) -> bool:
-        return True
 
     def parameter_settings(self, parameter: ParameterFacts) -> Mapping[str, Any]:
         method, has_two_axes = self.method, parameter.dimensions == 2

@@ -33,6 +33,7 @@ class NAdam(Spec):
     """
 
     tag: ClassVar[str] = "nadam"
+    slot_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "mu_product")
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = {"mu_product": scalar_shape}
     native: ClassVar[NativeOptimizers] = {"torch": (NativeOptimizer("torch.optim.NAdam", mark="momentum_decay"),)}
 
@@ -43,10 +44,6 @@ class NAdam(Spec):
     momentum_decay: float = 4e-3
     decoupled_weight_decay: bool = False
     groups: Sequence[Group] = ()
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "mu_product")
 
     def initial(self, slot: str) -> float:
         return 1.0 if slot == "mu_product" else 0.0

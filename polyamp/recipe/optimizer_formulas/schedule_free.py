@@ -39,6 +39,8 @@ class ScheduleFreeAdamW(Spec):
     """
 
     tag: ClassVar[str] = "schedule_free"
+    slot_names: ClassVar[tuple[str, ...]] = ("distance", "exp_avg_sq", "max_rate", "weight_sum")
+    has_decoupled_decay: ClassVar[bool] = True
     has_own_decay: ClassVar[bool] = True
     has_average: ClassVar[bool] = True
     slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = dict.fromkeys(
@@ -56,14 +58,6 @@ class ScheduleFreeAdamW(Spec):
         super().__post_init__()
         if not self.betas[0]:
             raise RecipeError(f"betas[0] must be above 0: it holds the average. Received: betas={self.betas!r}.")
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("distance", "exp_avg_sq", "max_rate", "weight_sum")
-
-    @property
-    def decouples_decay(self) -> bool:
-        return True
 
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {"root": xp.sqrt(one_minus_power(self.betas[1], count, xp))}

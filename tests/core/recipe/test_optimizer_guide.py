@@ -1,13 +1,16 @@
-"""The guide that adds an optimizer shows the class as it stands, and lists every optimizer."""
+"""The guide that adds an optimizer shows the class as it stands, and lists every optimizer, as `optimizers.py` does."""
 
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from polyamp.recipe import optimizer_formulas
 from polyamp.recipe.optimizer_spec import Spec
 from polyamp.recipe.optimizers import SPECS, nadam
 
@@ -31,3 +34,11 @@ def test_the_guide_names_every_part() -> None:
     named = {name for cell in cells for name in re.findall(r"\w+", cell)}
     own = {name for spec in SPECS for name in vars(spec) if not name.startswith("_")} & set(vars(Spec))
     assert named == own - {"defaults", "field_names", "keyword_only"} | {"tag"}
+
+
+def test_every_optimizer_of_the_folder_is_listed() -> None:
+    """`optimizers.py` names each, for type checkers; one that is forgotten there would exist for nobody."""
+    names = [each.name for each in pkgutil.iter_modules(optimizer_formulas.__path__)]
+    modules = [import_module(f"{optimizer_formulas.__name__}.{name}") for name in names]
+    found = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    assert {each for each in found if issubclass(each, Spec) and each.tag} == set(SPECS)
