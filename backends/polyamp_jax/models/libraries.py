@@ -37,6 +37,11 @@ class Library(NamedTuple):
     maps_examples: bool = False
     applies_policy: bool = False
 
+    @property
+    def package(self) -> str:
+        """Name of the package that holds `module`."""
+        return self.module.partition(".")[0]
+
     def file_in(self, folder: str) -> Any:
         """Return the library's file in a folder, such as "models.adapters"."""
         return importlib.import_module(f"polyamp_jax.{folder}.{self.name}")

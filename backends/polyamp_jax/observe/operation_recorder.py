@@ -18,6 +18,7 @@ from polyamp.parity.trace.operation_log import OperationRecorder, SourceFrame, h
 from polyamp.results import LossFunction
 from polyamp_jax import compat
 from polyamp_jax.arrays import prepare_batch
+from polyamp_jax.models.libraries import LIBRARIES
 from polyamp_jax.observe.capture import tagged_loss
 from polyamp_jax.observe.jax_only.output_tags import OutputTag, inline_program, program_tags
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
@@ -25,7 +26,7 @@ from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE
 from polyamp_jax.step import forward_backward
 from polyamp_jax.step.state import JaxState
 
-_PACKAGES: Final = ("jax", "jaxlib", "flax", "haiku", "equinox", "keras", "polyamp_jax", "polyamp_keras")
+_PACKAGES: Final = ("jax", "jaxlib", "polyamp_jax", "polyamp_keras", *(library.package for library in LIBRARIES))
 _RUN_ONCE: Final = ("call", "closed_call", "jit", "remat", "custom_jvp_call", "custom_vjp_call")
 """Primitives that run one inner program once, with the arguments of the equation."""
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import keras
 
 from polyamp.errors import ModelError, PolyampError
-from polyamp.float_formats import HALF_DTYPES
+from polyamp.float_formats import FORMATS, HALF_DTYPES
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.arrays import cast, dtype_name
 from polyamp_keras.compat import is_outermost
@@ -26,7 +26,7 @@ FLOAT8_CALL: Final = "_polyamp_float8_call"
 """Attribute of a layer: its own `call` with its product in 8 bits (S36), while a policy is applied."""
 _CANONICAL_DTYPES: Final = {"half": "float16", "float": "float32", "double": "float64"}
 _DTYPE_PATTERN: Final = r"\b(float16|bfloat16|float32|float64|half|float|double)\b"
-_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_BYTES: Final = {name: form.bytes for name, form in FORMATS.items()}
 
 
 def copy_signature(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp.float_formats import HALF_DTYPES
+
 FLOAT32: Final = np.dtype("float32")
-CASTABLE_DTYPES: Final = frozenset({FLOAT32, np.dtype("float16"), np.dtype(jnp.bfloat16)})
+CASTABLE_DTYPES: Final = frozenset({FLOAT32, *(np.dtype(getattr(jnp, name)) for name in HALF_DTYPES)})
 """The dtypes that autocast casts between. float64, complex, integers, float8 and keys are never cast (S2)."""
 
 
