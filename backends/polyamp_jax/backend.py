@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from polyamp.backend_parts import BackendParts
 from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
-from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
-from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, PolyampError, UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
@@ -41,16 +39,8 @@ from polyamp_jax.step.forward_backward import scale_loss_value
 from polyamp_jax.step.grad_stats import global_norm_and_finite, unscale_leaf
 from polyamp_jax.step.refresh import refresh_state
 
-if TYPE_CHECKING:
-    from polyamp.doctor.float8_probe import Float8Probe
-    from polyamp.doctor.probe import CapabilityProbe
-    from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
-    from polyamp.parity.trace.observer import Observer
-    from polyamp.porting.layouts.converter import Converter
-    from polyamp.porting.states.optimizer_layout import StateConverter
 
-
-class JaxBackend:
+class JaxBackend(BackendParts):
     """JAX backend; implements `Backend`."""
 
     name = "jax"
@@ -81,32 +71,6 @@ class JaxBackend:
     def is_concrete(self, array: Any) -> bool:
         return not isinstance(array, jax.core.Tracer)
 
-    @property
-    def porting(self) -> Converter:
-        from polyamp_jax.porting.converter import CONVERTER
-
-        return CONVERTER
-
-    @property
-    def observer(self) -> Observer:
-        from polyamp_jax.observe.observer import OBSERVER
-
-        return OBSERVER
-
-    @property
-    def capability_probe(self) -> CapabilityProbe:
-        """What measures the devices; imported on first use."""
-        from polyamp_jax.observe.capabilities import PROBE
-
-        return PROBE
-
-    @property
-    def float8_probe(self) -> Float8Probe:
-        """What measures products in 8 bits; imported on first use."""
-        from polyamp_jax.observe.float8_probe import JaxFloat8Probe
-
-        return JaxFloat8Probe(self)
-
     def native_policy(self, policy: Policy) -> Any:
         """Return a function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.
 
@@ -126,18 +90,6 @@ class JaxBackend:
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return autocast(target, policy)
-
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
-        from polyamp_jax.observe.jax_only.casting_reports import explain
-
-        return explain(self, target, policy, *inputs, strict=strict, **options)
-
-    def explain_compiled(
-        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
-    ) -> CastingReport:
-        from polyamp_jax.observe.jax_only.casting_reports import explain_compiled
-
-        return explain_compiled(self, target, policy, *inputs, strict=strict, **options)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         return scale_loss_value(loss, scale, what="scale()")[0]
@@ -235,11 +187,6 @@ class JaxBackend:
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return [(name, gather_array(leaf)) for name, leaf in named_leaves(gradients.values).items()]
 
-    def sharded_state(self, state: Any) -> AbstractContextManager[ShardedState]:
-        from polyamp_jax.step.sharded_state import sharded_state
-
-        return sharded_state(state)
-
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
         return optimizer_metadata.optimizer_metadata(state.recipe.optimizer)
 
@@ -248,22 +195,6 @@ class JaxBackend:
 
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error, batch, casts=any(state.setup.plan.cast for state in states))
-
-    def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
-        from polyamp_jax.observe.setup_inspection import inspect_setup
-
-        return inspect_setup(setup)
-
-    @property
-    def porting_states(self) -> StateConverter:
-        from polyamp_jax.porting.training_states import STATE_CONVERTER
-
-        return STATE_CONVERTER
-
-    def describe_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        from polyamp.porting.states.checkpoint_metadata import state_metadata_json
-
-        return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
     def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> states_.JaxState:
         try:

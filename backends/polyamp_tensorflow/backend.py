@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import tensorflow as tf
 
+from polyamp.backend_parts import BackendParts, lazy_part
 from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
-from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
-from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import PolyampError
 from polyamp.porting.layouts.converter import Converter
-from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
@@ -41,17 +38,10 @@ from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
 from polyamp_tensorflow.step.update import update_states
 
-if TYPE_CHECKING:
-    from polyamp.doctor.float8_probe import Float8Probe
-    from polyamp.doctor.probe import CapabilityProbe
-    from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
-    from polyamp.parity.trace.observer import Observer
-    from polyamp.porting.states.optimizer_layout import StateConverter
-
 _STEP_OPTIONS: Final = ("compile", "jit_compile", "weight")
 
 
-class TensorFlowBackend:
+class TensorFlowBackend(BackendParts):
     """`Backend` over TensorFlow and Keras."""
 
     name = "tensorflow"
@@ -72,6 +62,7 @@ class TensorFlowBackend:
     refresh = staticmethod(refresh_state)
     averaged = staticmethod(averages.averaged)
     averaged_model = staticmethod(averages.averaged_model)
+    porting: Converter = lazy_part("porting.converter", "CONVERTER", package="polyamp_keras")
 
     def info(self) -> BackendInfo:
         devices = [conversions.device_name(device.name) for device in tf.config.list_physical_devices()]
@@ -90,31 +81,6 @@ class TensorFlowBackend:
         check_is_model(model)
         check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
         return TensorFlowState(model, recipe, self)
-
-    def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
-        from polyamp_tensorflow.observe.setup_inspection import inspect_setup
-
-        return inspect_setup(setup)
-
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
-        """Report the operations of `loss_fn(model, batch)`. An operation that no list names follows its inputs, so
-        that `strict` raises for none."""
-        from polyamp_tensorflow.observe.tensorflow_only.casting_reports import explain
-
-        check_options(options, (), function="explain", backend=self.name)
-        return explain(self, target, policy, inputs)
-
-    def explain_compiled(
-        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
-    ) -> CastingReport:
-        """Return the casting report of a compiled pass of a Keras model (`HasCompiledCastingReports.explain_compiled`).
-
-        See `tensorflow_only.casting_reports`.
-        """
-        from polyamp_tensorflow.observe.tensorflow_only.casting_reports import explain_compiled
-
-        check_options(options, (), function="explain", backend=self.name)
-        return explain_compiled(self, target, policy, inputs)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         check_options(options, (*_STEP_OPTIONS, "monitor"), function="train_step", backend=self.name)
@@ -162,11 +128,6 @@ class TensorFlowBackend:
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())
 
-    def sharded_state(self, state: Any) -> AbstractContextManager[ShardedState]:
-        from polyamp_tensorflow.step.sharded_state import sharded_state
-
-        return sharded_state(state)
-
     def export_state(self, state: Any) -> dict[str, Array]:
         exported: dict[str, Array] = state.export()
         return exported
@@ -184,43 +145,6 @@ class TensorFlowBackend:
 
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error, states)
-
-    @property
-    def porting_states(self) -> StateConverter:
-        from polyamp_tensorflow.porting.training_states import STATE_CONVERTER
-
-        return STATE_CONVERTER
-
-    def describe_state(self, state: Any, arrays: Mapping[str, Array]) -> str:
-        from polyamp.porting.states.checkpoint_metadata import state_metadata_json
-
-        return state_metadata_json(state, arrays, self.porting, self.porting_states)
-
-    @property
-    def porting(self) -> Converter:
-        from polyamp_keras.porting.converter import CONVERTER
-
-        return CONVERTER
-
-    @property
-    def observer(self) -> Observer:
-        from polyamp_tensorflow.observe.observer import OBSERVER
-
-        return OBSERVER
-
-    @property
-    def capability_probe(self) -> CapabilityProbe:
-        """What measures the devices; imported on first use."""
-        from polyamp_tensorflow.observe.capabilities import PROBE
-
-        return PROBE
-
-    @property
-    def float8_probe(self) -> Float8Probe:
-        """What measures products in 8 bits; imported on first use."""
-        from polyamp_tensorflow.observe.float8_probe import FLOAT8_PROBE
-
-        return FLOAT8_PROBE
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
+from polyamp.backend_parts import BackendParts
 from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
-from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
-from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, LossError, PolyampError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -40,16 +38,8 @@ from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.reader_selection import model_reader
 
-if TYPE_CHECKING:
-    from polyamp.doctor.float8_probe import Float8Probe
-    from polyamp.doctor.probe import CapabilityProbe
-    from polyamp.linter.setup_figures import SetupFigures, TrainingSetup
-    from polyamp.parity.trace.observer import Observer
-    from polyamp.porting.layouts.converter import Converter
-    from polyamp.porting.states.optimizer_layout import StateConverter
 
-
-class TorchBackend:
+class TorchBackend(BackendParts):
     """`Backend` for PyTorch."""
 
     name = "torch"
@@ -64,34 +54,6 @@ class TorchBackend:
     refresh = staticmethod(refresh_state)
     averaged = staticmethod(averages.averaged)
     averaged_model = staticmethod(averages.averaged_model)
-
-    @property
-    def porting(self) -> Converter:
-        """Converter of models to and from other frameworks; imported on first use."""
-        from polyamp_torch.porting.converter import CONVERTER
-
-        return CONVERTER
-
-    @property
-    def observer(self) -> Observer:
-        """Observer of a training for a comparison; imported on first use."""
-        from polyamp_torch.observe.observer import OBSERVER
-
-        return OBSERVER
-
-    @property
-    def capability_probe(self) -> CapabilityProbe:
-        """What measures the devices; imported on first use."""
-        from polyamp_torch.observe.capabilities import PROBE
-
-        return PROBE
-
-    @property
-    def float8_probe(self) -> Float8Probe:
-        """What measures products in 8 bits; imported on first use."""
-        from polyamp_torch.observe.float8_probe import FLOAT8_PROBE
-
-        return FLOAT8_PROBE
 
     def info(self) -> BackendInfo:
         cuda = tuple(arrays.describe_device(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
@@ -208,49 +170,14 @@ class TorchBackend:
         restored.load(arrays)
         return restored
 
-    def sharded_state(self, state: Any) -> AbstractContextManager[ShardedState]:
-        from polyamp_torch.step.sharded_state import sharded_state
-
-        return sharded_state(state)
-
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
         return dict(state.optimizer_settings)
 
     def setting_of(self, state: Any, name: str) -> str | None:
         return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
 
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any) -> CastingReport:
-        from polyamp_torch.observe.torch_only.casting_reports import explain
-
-        step_checks.check_options(options, (), function="explain", backend=self.name)
-        return explain(target, policy, *inputs, strict=strict)
-
-    def inspect_setup(self, setup: TrainingSetup) -> SetupFigures:
-        from polyamp_torch.observe.setup_inspection import inspect_setup
-
-        return inspect_setup(setup)
-
-    def explain_compiled(
-        self, target: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
-    ) -> CastingReport:
-        from polyamp_torch.observe.torch_only.casting_reports import explain
-
-        step_checks.check_options(options, (), function="explain", backend=self.name)
-        return explain(target, policy, *inputs, strict=strict, compiled=True)
-
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)
-
-    @property
-    def porting_states(self) -> StateConverter:
-        from polyamp_torch.porting.training_states import STATE_CONVERTER
-
-        return STATE_CONVERTER
-
-    def describe_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        from polyamp.porting.states.checkpoint_metadata import state_metadata_json
-
-        return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
     def testing(self) -> Harness:
         from polyamp_torch.harness import TorchHarness

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.doctor.float8_probe import ModelProduct, ModelProducts, ProductPrograms, ProductShape
+from polyamp import backend_lookup
+from polyamp.doctor.float8_probe import Float8Probe, ModelProduct, ModelProducts, ProductPrograms, ProductShape
 from polyamp.recipe.float8 import Float8
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import device_name, multiplies_float8, prepare_batch
@@ -20,16 +21,9 @@ from polyamp_jax.precision.policy_module import follows_layer_policy
 
 
 class JaxFloat8Probe:
-    """`Float8Probe` for JAX, whose programs XLA compiles.
-
-    Args:
-        backend: JAX's backend.
-    """
+    """`Float8Probe` for JAX, whose programs XLA compiles."""
 
     always_compiles = True
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
 
     def multiplies_float8(self, device: str) -> bool:
         return multiplies_float8(find_device(device))
@@ -42,7 +36,7 @@ class JaxFloat8Probe:
             given = layers.read_pass("float8_plan", target, inputs)
             given = given._replace(batch=prepare_batch(given.batch, policy.plan(), compiled=False))
             return ModelProducts(device, layers.layer_products(given, policy), _keras_programs)
-        recorder = record_operations(self._backend, target, policy, inputs)
+        recorder = record_operations(backend_lookup.get("jax"), target, policy, inputs)
         found = [ModelProduct(module, ProductShape(*sizes), n) for (module, sizes), n in recorder.products.items()]
         return ModelProducts(device, found, self.programs)
 
@@ -89,3 +83,6 @@ def _repeat(function: Callable[[Any, Any], Any], x: Any, w: Any, cotangent: Any)
             result.block_until_ready()
 
     return run
+
+
+FLOAT8_PROBE: Final[Float8Probe] = JaxFloat8Probe()

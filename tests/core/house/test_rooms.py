@@ -85,6 +85,7 @@ CORE_FLOORS = (
         "array_namespace",
         "trees",
         "display",
+        "context_values",
         "process_reaper",
     ),
     ("results", "backend_lookup", "files", "records", "schedules", "argument_hints", "worker_processes"),
@@ -95,7 +96,7 @@ CORE_FLOORS = (
     ("train", "losses", "doctor"),
     ("porting",),
     ("parity",),
-    ("diagnosis", "linter", "nonfinite"),
+    ("diagnosis", "linter", "nonfinite", "backend_parts"),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
     ("conformance", "demo", "reference"),
     ("cli",),

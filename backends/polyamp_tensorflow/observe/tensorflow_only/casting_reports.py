@@ -24,6 +24,7 @@ from polyamp.recipe.optimizers import sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
+from polyamp.rules.step_checks import check_options
 from polyamp_keras.models.layers import is_layer, list_layers
 from polyamp_keras.observe.layer_products import read_pass
 from polyamp_keras.observe.operation_rules import operation_rule
@@ -50,7 +51,9 @@ _COMPILED_NOTE: Final = (
 )
 
 
-def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
+def explain(
+    backend: Any, loss_fn: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+) -> CastingReport:
     """Return the casting report of `loss_fn(model, batch)`, or of `model(*inputs)` without a backward pass; the model
     and its random streams stay as they are.
 
@@ -58,11 +61,14 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
         backend: this backend.
         loss_fn: the loss function, or a model or layer.
         policy: the policy.
-        inputs: model and batch; or the arguments of the model.
+        *inputs: model and batch; or the arguments of the model.
+        strict: without effect: every operation has a rule.
+        **options: none, as for `init`.
 
     Raises:
         UnsupportedError: other inputs, such as a function without a model.
     """
+    check_options(options, (), function="explain", backend=backend.name)
     recorder = OpDtypeRecorder(enabled=True)
     loss_fn, model, batch = read_pass("explain", loss_fn, inputs)
     alone = loss_fn is None
@@ -79,7 +85,9 @@ def explain(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...])
     return CastingReport(policy, rows, casts, {row.name: operation_family(row.name) for row in rows}, notes)
 
 
-def explain_compiled(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[Any, ...]) -> CastingReport:
+def explain_compiled(
+    backend: Any, loss_fn: Any, policy: Policy, *inputs: Any, strict: bool = False, **options: Any
+) -> CastingReport:
     """Return what XLA makes of a loss with its model, as under `jit_compile`; the model stays as it is.
 
     It is compiled for the default device. A row has the rule of the operation in eager code; `casts` is empty.
@@ -87,12 +95,13 @@ def explain_compiled(backend: Any, loss_fn: Any, policy: Policy, inputs: tuple[A
     Raises:
         UnsupportedError: inputs other than a model and a batch, or a pass that XLA cannot compile.
     """
+    check_options(options, (), function="explain", backend=backend.name)
     if is_layer(loss_fn) or len(inputs) != 2 or not is_layer(inputs[0]):
         raise UnsupportedError(
             "explain(compiled=True) of Keras models takes a loss function and its model: polyamp.explain(loss_fn, "
             f"policy, model, batch, compiled=True). Received: {describe_value(loss_fn)} and {len(inputs)} inputs."
         )
-    eager = explain(backend, loss_fn, policy, inputs).operations
+    eager = explain(backend, loss_fn, policy, *inputs).operations
     rules = {(row.module, row.name, row.direction): row.rule for row in eager}
     model, batch = inputs
     platform = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"

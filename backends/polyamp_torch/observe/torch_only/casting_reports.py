@@ -7,8 +7,9 @@ tensors among the inputs are copied, and the random generators are set back, so 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -35,24 +36,39 @@ from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
 CounterT = TypeVar("CounterT", bound=PassCounter)
 
 
-def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False, compiled: bool = False) -> CastingReport:
+def explain(
+    backend: Any,
+    target: Any,
+    policy: Policy,
+    *inputs: Any,
+    strict: bool = False,
+    compiled: bool = False,
+    **options: Any,
+) -> CastingReport:
     """Run `target(*inputs)` once under a policy and report its operations (`HasCastingReports.explain`).
 
     A scalar result that requires a gradient is a loss: its backward pass runs too.
 
     Args:
+        backend: this backend.
         target: the function or the model.
         policy: the policy.
         *inputs: its arguments.
         strict: raise for an operation that no op list names.
         compiled: report the graphs that `torch.compile` makes of the call, instead of the operations that run eagerly.
+        **options: none, as for `init`.
 
     Raises:
         UnsupportedError: several models, or a Keras model; `strict`, and an operation without a rule; torch cannot
             compile the call.
     """
+    step_checks.check_options(options, (), function="explain", backend=backend.name)
     counter, notes = count_operations(target, policy, inputs, OperationCounter, compiled=compiled)
     return counter.report(policy, strict=strict, notes=[NOTE] * compiled + notes)
+
+
+explain_compiled: Final = functools.partial(explain, compiled=True)
+"""The same of the graphs of `torch.compile` (`HasCompiledCastingReports.explain_compiled`)."""
 
 
 def count_operations(
