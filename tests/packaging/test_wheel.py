@@ -70,6 +70,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(names: set[str]) -> None:
 def test_the_wheel_holds_type_markers_and_data(names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "polyamp/demo/digits.toml" in names
+    assert {f"polyamp_{name}/observe/known_traps.toml" for name in ("torch", "tensorflow", "jax")} <= names
     assert {f"polyamp/parity/report/template/report.{kind}" for kind in ("html", "css", "js")} <= names
     assert {f"polyamp/report_page/template/page.{kind}" for kind in ("html", "css")} <= names
 

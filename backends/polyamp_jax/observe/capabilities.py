@@ -11,19 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.doctor.measurements import KnownTrap, Operation
+from polyamp.doctor.measurements import BASELINE, FORMATS_MEASURED, KnownTrap, Operation
 from polyamp.doctor.probe import CapabilityProbe, HostArray, OperationPrograms, ProbeDevice
 from polyamp_jax.arrays import device_name
 from polyamp_jax.observe.known_traps import TRAPS
 
-_DTYPES: Final = {
-    "float32": jnp.float32,
-    "tf32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
-}
+_DTYPES: Final = {name: getattr(jnp, BASELINE if name == "tf32" else name) for name in FORMATS_MEASURED}
 
 
 class JaxProbe:

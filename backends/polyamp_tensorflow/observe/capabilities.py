@@ -10,19 +10,12 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from polyamp.doctor.measurements import KnownTrap, Operation
+from polyamp.doctor.measurements import BASELINE, FORMATS_MEASURED, KnownTrap, Operation
 from polyamp.doctor.probe import CapabilityProbe, HostArray, OperationPrograms, ProbeDevice
 from polyamp_tensorflow.arrays import device_name
 from polyamp_tensorflow.observe.known_traps import TRAPS
 
-_DTYPES: Final[dict[str, Any]] = {
-    "float32": tf.float32,
-    "tf32": tf.float32,
-    "bfloat16": tf.bfloat16,
-    "float16": tf.float16,
-    "float8_e4m3fn": tf.dtypes.experimental.float8_e4m3fn,
-    "float8_e5m2": tf.dtypes.experimental.float8_e5m2,
-}
+_DTYPES: Final[dict[str, Any]] = {name: tf.as_dtype(BASELINE if name == "tf32" else name) for name in FORMATS_MEASURED}
 
 
 class TensorFlowProbe:

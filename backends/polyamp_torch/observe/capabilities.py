@@ -10,18 +10,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from polyamp.doctor.measurements import KnownTrap, Operation
+from polyamp.doctor.measurements import BASELINE, FORMATS_MEASURED, KnownTrap, Operation
 from polyamp.doctor.probe import CapabilityProbe, HostArray, OperationPrograms, ProbeDevice
 from polyamp_torch.observe.known_traps import TRAPS
 
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "tf32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
+_DTYPES: Final = {name: getattr(torch, BASELINE if name == "tf32" else name) for name in FORMATS_MEASURED}
 
 
 class TorchProbe:
