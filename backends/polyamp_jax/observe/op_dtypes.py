@@ -1,13 +1,67 @@
-"""`record_op_dtypes`: the operations of a pass without autocast, read from its jaxpr."""
+"""`traced_operations`: the operations of a traced program with their dtypes, and `record_op_dtypes`, those of a pass
+without autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from typing import Any, Final, NamedTuple
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import tag_primitive
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
+from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE_NAME
+from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, scope_path
 from polyamp_jax.precision.op_list import MOVES, STRUCTURES
+
+MODEL_SCOPE: Final = "polyamp_model"
+"""Scope around the model's calls, which tells them from the loss around them."""
+RECOMPUTED_SCOPE: Final = "rematted_computation"
+"""JAX's scope for the forward operations that a backward pass runs again."""
+NO_MODULES: Final = frozenset({MODEL_SCOPE, RECOMPUTED_SCOPE, KEEP_SCOPE, "checkpoint"})
+_CAST: Final = "convert_element_type"
+
+
+class TracedOperation(NamedTuple):
+    """An equation that computes.
+
+    Attributes:
+        module: path of its module.
+        name: its canonical name.
+        avals: of its operands and of its results.
+        direction: as in `OperationCount`.
+        is_model: whether the model computes it, and not the loss around it.
+        is_cast: whether it is a cast.
+    """
+
+    module: str
+    name: str
+    avals: tuple[list[Any], list[Any]]
+    direction: str
+    is_model: bool
+    is_cast: bool = False
+
+
+def traced_operations(
+    jaxpr: compat.Jaxpr,
+    modules: Container[str] | None,
+    outer: tuple[str, ...] = (),
+    *,
+    is_backward: bool = False,
+    casts: bool = False,
+) -> Iterator[TracedOperation]:
+    """Yield the operations of a program that compute, those of nested programs included; `casts`: casts too."""
+    for eqn in jaxpr.eqns:
+        scopes = outer + compat.named_scopes(eqn)
+        backward = is_backward or "transpose" in compat.transforms(eqn)
+        name, whole = compat.primitive_name(eqn), compat.linear_algebra_name(eqn)
+        if whole is None and name in STRUCTURES and name != _CAST:
+            for inner in compat.inner_programs(eqn):
+                yield from traced_operations(inner, modules, scopes, is_backward=backward, casts=casts)
+        elif name not in MOVES | {TAG_PRIMITIVE_NAME} and (casts or name != _CAST):
+            direction = "forward" if not backward else "recompute" if RECOMPUTED_SCOPE in scopes else "backward"
+            path = scope_path([scope for scope in scopes if scope not in NO_MODULES], modules)
+            avals = [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
+            is_model = MODEL_SCOPE in scopes or any(scope.startswith("/") for scope in scopes)  # scopes of layers
+            yield TracedOperation(path, whole or name, avals, direction, is_model, name == _CAST)
 
 
 def record_op_dtypes(jaxpr: compat.Jaxpr, recorder: Recorder) -> None:
@@ -17,20 +71,6 @@ def record_op_dtypes(jaxpr: compat.Jaxpr, recorder: Recorder) -> None:
         jaxpr: the program, in which module calls are name scopes ("/" and the path).
         recorder: receives the operations.
     """
-    for eqn, name, module in _model_operations(jaxpr, None):
-        recorder.operation(module, name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], "off")
-
-
-def _model_operations(jaxpr: compat.Jaxpr, module: str | None) -> Iterator[tuple[compat.JaxprEqn, str, str]]:
-    """Yield (equation, name, module) for each computing operation inside the model."""
-    for eqn in jaxpr.eqns:
-        inside = next((scope[1:] for scope in reversed(compat.named_scopes(eqn)) if scope.startswith("/")), module)
-        name = compat.primitive_name(eqn)
-        whole = compat.linear_algebra_name(eqn)
-        if inside is not None and whole is not None:
-            yield eqn, whole, inside
-        elif name in STRUCTURES and name != "convert_element_type":
-            for inner in compat.inner_programs(eqn):
-                yield from _model_operations(inner, inside)
-        elif inside is not None and name not in MOVES | {"convert_element_type", tag_primitive.TAG_PRIMITIVE_NAME}:
-            yield eqn, name, inside
+    for each in traced_operations(jaxpr, ()):
+        if each.is_model:
+            recorder.operation(each.module, each.name, *each.avals, "off")

@@ -16,15 +16,9 @@ from polyamp.errors import UnsupportedError, describe_value
 from polyamp.recipe.policy import Policy
 from polyamp.rules import step_checks
 from polyamp_jax import compat
-from polyamp_jax.observe.jax_only.loss_trace import (
-    NO_MODULES,
-    RECOMPUTED_SCOPE,
-    LossTrace,
-    TracedOperation,
-    is_loss,
-    traced_operations,
-)
+from polyamp_jax.observe.jax_only.loss_trace import LossTrace, is_loss
 from polyamp_jax.observe.jax_only.optimized_program import optimized_operations
+from polyamp_jax.observe.op_dtypes import NO_MODULES, RECOMPUTED_SCOPE, TracedOperation, traced_operations
 from polyamp_jax.precision import autocast
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.interpreter.tracing import scope_path

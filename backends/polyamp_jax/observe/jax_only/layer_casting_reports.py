@@ -10,7 +10,8 @@ from polyamp.contract.casting_report import CastCount, CastingReport, OperationC
 from polyamp.errors import UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
-from polyamp_jax.observe.jax_only.loss_trace import LossTrace, TracedOperation, traced_operations
+from polyamp_jax.observe.jax_only.loss_trace import LossTrace
+from polyamp_jax.observe.op_dtypes import TracedOperation, traced_operations
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
 from polyamp_jax.precision.op_list import operation_family, rules_for
 from polyamp_jax.precision.policy_module import LAYERS_CAST_ERROR

@@ -1,4 +1,4 @@
-"""`LossTrace`: the traced programs of a function with a model under a policy, and the operations in them.
+"""`LossTrace`: the traced programs of a function with a model under a policy.
 
 JAX marks the equations of a backward pass, and keeps the scopes of the modules.
 """
@@ -6,8 +6,8 @@ JAX marks the equations of a backward pass, and keeps the scopes of the modules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +25,13 @@ from polyamp_jax.models.libraries import library_of
 from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.observe.capture import TaggingEngine, is_interpreted
 from polyamp_jax.observe.jax_only.output_tags import enable_name_scopes
+from polyamp_jax.observe.op_dtypes import MODEL_SCOPE, TracedOperation
 from polyamp_jax.precision import autocast
 from polyamp_jax.precision.interpreter.casting_recorder import Recorder
-from polyamp_jax.precision.interpreter.tag_primitive import TAG_PRIMITIVE_NAME
-from polyamp_jax.precision.interpreter.tracing import KEEP_SCOPE, scope_path
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine, forward_scopes
-from polyamp_jax.precision.op_list import MOVES, STRUCTURES
 from polyamp_jax.precision.policy_module import make_policy_module
 from polyamp_jax.step import forward_backward
 from polyamp_jax.step.state import JaxState
-
-MODEL_SCOPE: Final = "polyamp_model"
-"""Scope around the model's calls, which tells them from the loss around them."""
-RECOMPUTED_SCOPE: Final = "rematted_computation"
-"""JAX's scope for the forward operations that a backward pass runs again."""
-NO_MODULES: Final = frozenset({MODEL_SCOPE, RECOMPUTED_SCOPE, KEEP_SCOPE, "checkpoint"})
-_CAST: Final = "convert_element_type"
 
 
 def is_loss(target: Any, inputs: tuple[Any, ...]) -> bool:
@@ -140,47 +131,3 @@ class ScopedEngine(PolicyEngine):
     def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
         with jax.named_scope(MODEL_SCOPE):
             return super().call(route, args, kwargs, part)
-
-
-class TracedOperation(NamedTuple):
-    """An equation that computes.
-
-    Attributes:
-        module: path of its module.
-        name: its canonical name.
-        avals: of its operands and of its results.
-        direction: as in `OperationCount`.
-        is_model: whether the model computes it, and not the loss around it.
-        is_cast: whether it is a cast.
-    """
-
-    module: str
-    name: str
-    avals: tuple[list[Any], list[Any]]
-    direction: str
-    is_model: bool
-    is_cast: bool = False
-
-
-def traced_operations(
-    jaxpr: compat.Jaxpr,
-    modules: Container[str] | None,
-    outer: tuple[str, ...] = (),
-    *,
-    is_backward: bool = False,
-    casts: bool = False,
-) -> Iterator[TracedOperation]:
-    """Yield the operations of a program that compute, those of nested programs included; `casts`: casts too."""
-    for eqn in jaxpr.eqns:
-        scopes = outer + compat.named_scopes(eqn)
-        backward = is_backward or "transpose" in compat.transforms(eqn)
-        name, whole = compat.primitive_name(eqn), compat.linear_algebra_name(eqn)
-        if whole is None and name in STRUCTURES and name != _CAST:
-            for inner in compat.inner_programs(eqn):
-                yield from traced_operations(inner, modules, scopes, is_backward=backward, casts=casts)
-        elif name not in MOVES | {TAG_PRIMITIVE_NAME} and (casts or name != _CAST):
-            direction = "forward" if not backward else "recompute" if RECOMPUTED_SCOPE in scopes else "backward"
-            path = scope_path([scope for scope in scopes if scope not in NO_MODULES], modules)
-            avals = [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
-            is_model = MODEL_SCOPE in scopes or any(scope.startswith("/") for scope in scopes)  # scopes of layers
-            yield TracedOperation(path, whole or name, avals, direction, is_model, name == _CAST)
