@@ -23,6 +23,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.extend.core.primitives import add_p
 from jax.interpreters import ad, batching, mlir
 
+from polyamp.context_values import temporary_value
+
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "SymbolicZero", "Var", "jaxpr_as_fun"]
 
 _ALIASES: Final = {
@@ -344,8 +346,7 @@ def separate_trace_cache(name: str, *, strictly: bool = True) -> Iterator[None]:
 
     An older jax has no separate caches. There `strictly` clears all caches on entry and on exit.
     """
-    token = _cache_block_names.set((*_cache_block_names.get(), name))
-    try:
+    with temporary_value(_cache_block_names, (*_cache_block_names.get(), name)):
         if _user_context is not None:
             with _user_context("/".join(_cache_block_names.get())):
                 yield
@@ -356,8 +357,6 @@ def separate_trace_cache(name: str, *, strictly: bool = True) -> Iterator[None]:
                 yield
             finally:
                 clear()
-    finally:
-        _cache_block_names.reset(token)
 
 
 def enable_float64() -> contextlib.AbstractContextManager[Any]:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import keras
 
+from polyamp.errors import ModelError
 from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
 from polyamp_keras.arrays import is_floating, native_variable, variable_key, variable_name
 from polyamp_keras.compat import own_non_trainable_variables, own_trainable_variables, seed_generators
-from polyamp_keras.models.layers import layer_path_aliases, list_layers
+from polyamp_keras.models.layers import is_built, layer_path_aliases, list_layers
 
 
 class ModelVariables(NamedTuple):
@@ -59,6 +60,20 @@ def model_variables(model: Any) -> ModelVariables:
         if isinstance(module.layer, keras.layers.SpectralNormalization):
             found.rewritten[f"{module.stable_path}/rewritten_kernel"] = module.layer.kernel
     return found
+
+
+def statistics_variables(model: Any) -> ModelVariables:
+    """Return the variables of a model whose running statistics are looked for.
+
+    Raises:
+        ModelError: the model is not built.
+    """
+    if not is_built(model):
+        raise ModelError(
+            "running statistics are known only of a built model. Build it or call it once first, or give its first "
+            "layer an Input."
+        )
+    return model_variables(model)
 
 
 def own_variables(layer: Any) -> list[Any]:

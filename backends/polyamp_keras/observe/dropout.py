@@ -7,8 +7,9 @@ have other sources, stands here too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import keras
@@ -28,18 +29,30 @@ _OTHER_DRAWS: Final = (
 """Functions of Keras whose numbers are not those of another framework."""
 
 
-@contextlib.contextmanager
-def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[DropoutCount]:
+def disable_dropout(model: Any, draws: UniformSource | None) -> contextlib.AbstractContextManager[DropoutCount]:
     """Context manager that turns dropout off, or takes its random numbers from `draws` (`Observer.disable_dropout`).
 
     Raises:
         UnsupportedError: in the block, with draws, for random numbers that are no dropout.
     """
+    return replace_draws(model, functools.partial(_stand_ins, model, draws))
+
+
+@contextlib.contextmanager
+def replace_draws(
+    model: Any, stand_ins: Callable[[DropoutCount], Iterable[tuple[Any, str, Callable[..., Any]]]]
+) -> Iterator[DropoutCount]:
+    """Context manager with stand-ins for what draws random numbers in a model.
+
+    Args:
+        model: the model; a count of the dropout of a recurrent layer is not known.
+        stand_ins: yields (object, attribute name, replacement), given the count that the block yields.
+    """
     count = DropoutCount()
     if any(has_recurrent_dropout(part.layer) for part in list_layers(model)):
-        count.give_up()
+        count.give_up()  # on TensorFlow Keras draws the masks of recurrent layers outside of training too
     with contextlib.ExitStack() as stack:
-        for target, name, stand_in in _stand_ins(model, draws, count):
+        for target, name, stand_in in stand_ins(count):
             undo = AttributeBackup(target, name)
             stack.enter_context(EnsureUndo(undo.restore))
             vars(target)[name] = stand_in

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp_keras.arrays import dtype_name, is_floating, native_variable, variable_key
@@ -70,11 +71,8 @@ def train_in_place(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
             if wide:
                 stack.enter_context(float64_variables(model))
                 stack.enter_context(float64_result_types())
-            mode = TRAINING_MODE.set(not inference)
-            try:
-                yield model
-            finally:
-                TRAINING_MODE.reset(mode)
+            stack.enter_context(temporary_value(TRAINING_MODE, not inference))
+            yield model
     finally:
         with defer_interrupts():
             kept.restore()

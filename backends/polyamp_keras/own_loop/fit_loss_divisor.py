@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Final
 
 import keras
 
+from polyamp.context_values import temporary_value
 from polyamp_keras.compat import get_keras_mask
 from polyamp_keras.models.layers import own_class
 
@@ -23,18 +24,13 @@ _DIVISOR_CALLBACK: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar(
 """Callback that gets the divisor of the current micro-batch's loss; each replica has its own thread and callback."""
 
 
-@contextlib.contextmanager
-def report_loss_divisors(note: Callable[[Any], None]) -> Iterator[None]:
+def report_loss_divisors(note: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Context manager in which models with `install_loss_counting` pass the divisor of their loss to `note`.
 
     Args:
         note: called with a float32 scalar, of this replica; not called if the divisor is the number of rows.
     """
-    token = _DIVISOR_CALLBACK.set(note)
-    try:
-        yield
-    finally:
-        _DIVISOR_CALLBACK.reset(token)
+    return temporary_value(_DIVISOR_CALLBACK, note)
 
 
 def install_loss_counting(model: Any) -> None:

@@ -8,25 +8,21 @@ apply(gradients)     [sum over micro-batches] -> unscale -> norm and finite flag
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import keras
 
-from polyamp.errors import GradientError, LossScaleError, ModelError
-from polyamp.float_formats import HALF_DTYPES
+from polyamp.errors import GradientError, LossScaleError
 from polyamp.rules.step_checks import check_any_gradient, check_loss
 from polyamp_keras.arrays import at_least_float32, dtype_name, is_floating, native_variable, read_value, variable_name
 from polyamp_keras.engine import ENGINE
-from polyamp_keras.models.layers import is_built
-from polyamp_keras.models.variables import model_variables
+from polyamp_keras.models.variables import statistics_variables
 from polyamp_keras.own_loop.optimizer_update import apply_or_accumulate
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
 from polyamp_keras.own_loop.scaler_state import ApplyCall
-
-WIDE_LOSS_CODE: Final = "loss = keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32')))"
+from polyamp_keras.precision.output_casts import warn_narrow_loss
 
 
 @keras.saving.register_keras_serializable(package="polyamp", name="LossScaleOptimizer")
@@ -86,7 +82,7 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
         Raises:
             ModelError: the model is not built.
         """
-        running = self._running[model] = running_statistics(model)
+        running = self._running[model] = list(statistics_variables(model).pass_updated_variables.values())
         shapes, known = ([tuple(each.shape) for each in variables] for variables in (running, self._starts))
         if self.accumulate_steps == 1 or (shapes == known and self._start_known is not None):
             return
@@ -231,14 +227,7 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
         loss = keras.ops.convert_to_tensor(native_variable(loss))
         if self.figures is not None and ENGINE.LOSS_REACHES_APPLY:
             self.figures.see_loss(loss)
-        if dtype_name(loss) in HALF_DTYPES:
-            warnings.warn(
-                f"scale_loss() is given a loss in {dtype_name(loss)}: it was computed in 16 bits, where a sum has "
-                f"three digits. Cast what it is made of, {WIDE_LOSS_CODE}, or use a loss object of Keras's or "
-                "polyamp.losses, which compute in float32.",
-                UserWarning,
-                stacklevel=2,
-            )
+        warn_narrow_loss(dtype_name(loss), stacklevel=3)
         check_loss((), dtype_name(loss), what="what calls scale_loss()")
         wide, share = keras.ops.cast(loss, "float32"), self.current_share()
         if self.scaler.scales:
@@ -300,17 +289,3 @@ class KerasLossScaleOptimizer(ScaledOptimizer):
             trainable_variables: values of the variables of `build`, in order.
         """
         return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
-
-
-def running_statistics(model: Any) -> list[Any]:
-    """Return the variables that the forward pass of a model updates, such as BatchNorm's moving mean.
-
-    Raises:
-        ModelError: the model is not built.
-    """
-    if not is_built(model):
-        raise ModelError(
-            "running statistics are known only of a built model. Build it or call it once first, or give its first "
-            "layer an Input."
-        )
-    return list(model_variables(model).pass_updated_variables.values())

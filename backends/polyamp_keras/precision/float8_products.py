@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import keras
 from keras import ops
 
+from polyamp.context_values import temporary_value
 from polyamp.recipe.float8 import ACTIVATION_FORMAT, BLOCK, LARGEST_EXPONENTS, LARGEST_SCALE_EXPONENT, Float8
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
@@ -237,11 +238,8 @@ def watch_products(call: Callable[..., Any], watch: Callable[[Any, Any], FigureS
     """Return a layer's `call` in which `watch` is called with the two matrices of each product in 8 bits."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        token = product_watch.set(watch)
-        try:
+        with temporary_value(product_watch, watch):
             return call(*args, **kwargs)
-        finally:
-            product_watch.reset(token)
 
     return copy_signature(call, called)
 

@@ -5,6 +5,7 @@ A rounded tensor keeps the wider one for the cast of the output.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Final
@@ -50,6 +51,18 @@ def round_to_dtype(tree: Any, dtype: str) -> Any:
         return narrow
 
     return keras.tree.map_structure(round_leaf, tree)
+
+
+def warn_narrow_loss(dtype: str, *, stacklevel: int) -> None:
+    """Warn about a loss that is given to `scale_loss` in 16 bits. A `stacklevel` of 1 is this function's line."""
+    if dtype in HALF_DTYPES:
+        warnings.warn(
+            f"scale_loss() is given a loss in {dtype}: it was computed in 16 bits, where a sum has three digits. Cast "
+            "what it is made of, loss = keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32'))), or use a loss "
+            "object of Keras's or polyamp.losses, which compute in float32.",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def check_loss_dtype(loss: Any, plans: Sequence[ResolvedPolicy]) -> None:

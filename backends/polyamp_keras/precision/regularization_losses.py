@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from polyamp.context_values import temporary_value
 from polyamp_keras.arrays import at_least_float32, native_variable
 from polyamp_keras.compat import clear_losses, flatten_layers, losses_override, own_losses, own_trainable_variables
 from polyamp_keras.models.layers import is_layer, list_layers
@@ -53,12 +54,9 @@ def warn_missing_regularization(states: Sequence[Any]) -> Iterator[None]:
     for state in states:
         if is_layer(state.model):
             clear_losses(state.model)  # of an earlier call
-    token = LOSSES_READ.set([])
-    try:
+    layers_read: list[Any] = []
+    with temporary_value(LOSSES_READ, layers_read):
         yield
-        layers_read = LOSSES_READ.get() or []
-    finally:
-        LOSSES_READ.reset(token)
     for state in states:
         if not state.warned_of_additions and is_layer(state.model):
             _warn_missing_losses(state, layers_read)

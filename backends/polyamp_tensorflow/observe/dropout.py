@@ -6,12 +6,12 @@ affects a step that is traced in it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +19,8 @@ import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
 from polyamp.parity.trace.observer import DropoutCount, UniformSource
-from polyamp_keras.interrupts import EnsureUndo
 from polyamp_keras.models.layers import list_layers
-from polyamp_keras.observe.dropout import NOISE_LAYERS, AttributeBackup, has_recurrent_dropout, identity_call
+from polyamp_keras.observe.dropout import NOISE_LAYERS, identity_call, replace_draws
 from polyamp_tensorflow.compat import random_functions, untraced_function
 from polyamp_tensorflow.observe.tensorflow_only.replica_outputs import current_replica
 
@@ -32,8 +31,7 @@ _TRUNCATION_LIMIT: Final = 2.0
 """Bound of TensorFlow's truncated normal numbers."""
 
 
-@contextlib.contextmanager
-def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[DropoutCount]:
+def disable_dropout(model: Any, draws: UniformSource | None) -> AbstractContextManager[DropoutCount]:
     """Disable or share dropout in the block, as in `Observer.disable_dropout`.
 
     It affects functions that are traced in the block, and layers whose `call` is a `tf.function`.
@@ -56,15 +54,7 @@ def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[Dropout
         UnsupportedError: in the block, if an operation needs draws of another distribution, or of a shape that is
             unknown during tracing.
     """
-    count = DropoutCount()
-    if any(has_recurrent_dropout(part.layer) for part in list_layers(model)):
-        count.give_up()  # Keras draws the masks of recurrent layers outside of training too
-    with contextlib.ExitStack() as stack:
-        for target, name, stand_in in _replacements(model, draws, count):
-            undo = AttributeBackup(target, name)
-            stack.enter_context(EnsureUndo(undo.restore))
-            setattr(target, name, stand_in) if inspect.ismodule(target) else vars(target).update({name: stand_in})
-        yield count
+    return replace_draws(model, functools.partial(_replacements, model, draws))
 
 
 def _replacements(

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
@@ -27,7 +28,7 @@ from polyamp_keras.precision.op_rules import refuse_op_rules
 from polyamp_keras.precision.output_casts import cast_output
 from polyamp_keras.precision.policy_application import PolicyApplication
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, has_cast_variables
-from polyamp_tensorflow.precision.policy_module import POLICY_REGIONS, PolicyModule, root_model
+from polyamp_tensorflow.precision.policy_module import POLICY_REGIONS, PolicyModule, PolicyRegion, root_model
 
 
 def require_tensorflow() -> None:
@@ -131,11 +132,9 @@ def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[...
     """Wrap a function so that its calls of a step's model run under the policy (S3)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        token = POLICY_REGIONS.set((*POLICY_REGIONS.get(), functools.partial(_policy_region, policy)))
-        try:
+        inner: PolicyRegion = functools.partial(_policy_region, policy)
+        with temporary_value(POLICY_REGIONS, (*POLICY_REGIONS.get(), inner)):
             return function(*args, **kwargs)
-        finally:
-            POLICY_REGIONS.reset(token)
 
     return call
 

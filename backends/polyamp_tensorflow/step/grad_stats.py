@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -10,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import GradientError
-from polyamp.float_formats import HALF_DTYPES
 from polyamp.rules.step_checks import check_any_gradient, check_loss
 from polyamp_keras.arrays import dtype_name, is_floating, native_variable
+from polyamp_keras.precision.output_casts import warn_narrow_loss
 
 _SMALLEST: Final = 2.0**-126
 """Smallest normal float32; TensorFlow's kernels flush smaller values to zero."""
@@ -42,14 +41,7 @@ def scale_custom_loop_loss(loss: Any, scale: Any | None) -> Any:
         LossError: not floating.
     """
     loss, what = tf.convert_to_tensor(native_variable(loss)), "what calls scale_loss()"
-    if dtype_name(loss) in HALF_DTYPES:
-        warnings.warn(
-            f"scale_loss() is given a loss in {dtype_name(loss)}: it was computed in 16 bits, where a sum has three "
-            "digits. Cast what it is made of, loss = keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32'))), "
-            "or use a loss object of Keras's or polyamp.losses, which compute in float32.",
-            UserWarning,
-            stacklevel=4,
-        )
+    warn_narrow_loss(dtype_name(loss), stacklevel=5)
     if loss.shape.rank in (None, 0) or loss.shape == (1,):
         return scale_loss(loss, scale, what=what)
     check_loss((), dtype_name(loss), what=what)

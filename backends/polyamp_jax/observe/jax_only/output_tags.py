@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from polyamp.context_values import temporary_value
 from polyamp.parity.trace.observer import CaptureKind
 from polyamp_jax import compat
 from polyamp_jax.models.call_casts import CallCasts
@@ -33,17 +34,12 @@ _call_numbers: Final = itertools.count(1)
 _name_scopes_enabled: ContextVar[bool] = ContextVar("polyamp_scoping", default=False)
 
 
-@contextlib.contextmanager
-def enable_name_scopes() -> Iterator[None]:
+def enable_name_scopes() -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which each call opens a name scope "/" + path.
 
     It is for passes without autocast; autocast opens these scopes itself.
     """
-    token = _name_scopes_enabled.set(True)
-    try:
-        yield
-    finally:
-        _name_scopes_enabled.reset(token)
+    return temporary_value(_name_scopes_enabled, True)
 
 
 def call_with_tags(function: Callable[..., Any], args: Any, kwargs: Any, path: str, *, cell: str | None = None) -> Any:

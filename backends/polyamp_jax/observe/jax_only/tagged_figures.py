@@ -16,6 +16,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from polyamp.context_values import temporary_value
 from polyamp.monitor.slots import MonitorSelection, OutputFigures, check_selected_outputs, output_limits
 from polyamp_jax import compat
 from polyamp_jax.observe.capture import TaggingEngine
@@ -48,12 +49,9 @@ class TaggedFigures:
     @contextlib.contextmanager
     def tagged(self) -> Iterator[None]:
         """Context manager in which products, and the modules of linen and haiku, tag their figures."""
-        token = measures_products.set(self.selection.products)
-        try:
-            with tag_module_outputs() if self.selection.activations else contextlib.nullcontext():
-                yield
-        finally:
-            measures_products.reset(token)
+        outputs = tag_module_outputs() if self.selection.activations else contextlib.nullcontext()
+        with temporary_value(measures_products, self.selection.products), outputs:
+            yield
 
     def measured(self, function: Callable[..., Any], due: Any) -> Callable[..., tuple[Any, Found]]:
         """Return a function of pytrees with the figures of the outputs that are tagged in it, if any are selected.

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import TraceError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
@@ -74,11 +75,8 @@ def trace_function(
         for place, array in zip(places, arrays, strict=True):
             inputs[place] = array
         given, named = jax.tree.unflatten(structure, inputs)
-        token = _tracing.set(True)
-        try:
+        with temporary_value(_tracing, True):
             out = function(*given, **named)
-        finally:
-            _tracing.reset(token)
         _refuse_changes((given, named), structure, inputs)
         flat_out, tree = jax.tree.flatten(out)
         made[:] = [leaf if opaque is not None and opaque(leaf) else None for leaf in flat_out], tree

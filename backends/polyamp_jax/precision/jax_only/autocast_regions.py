@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
@@ -13,14 +13,9 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 _open_regions: ContextVar[tuple[Policy | None, ...]] = ContextVar("polyamp_opened", default=())
 
 
-@contextlib.contextmanager
-def open_region(policy: Policy | None) -> Iterator[None]:
+def open_region(policy: Policy | None) -> contextlib.AbstractContextManager[None]:
     """Run a step's models under this policy inside the context. None: in the dtypes that the program declares."""
-    token = _open_regions.set((*_open_regions.get(), policy))
-    try:
-        yield
-    finally:
-        _open_regions.reset(token)
+    return temporary_value(_open_regions, (*_open_regions.get(), policy))
 
 
 def open_regions() -> tuple[Policy | None, ...]:

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import UnsupportedError
 from polyamp_keras.arrays import native_variable
-from polyamp_keras.models.layers import is_built
-from polyamp_keras.models.variables import ModelVariables, model_variables
+from polyamp_keras.models.variables import ModelVariables, statistics_variables
 from polyamp_keras.precision.layer_dtypes import variable_compute_dtypes
 from polyamp_tensorflow.arrays import assign_values
 from polyamp_tensorflow.distributed import replicas
@@ -73,7 +72,7 @@ class ForwardPassStatistics:
     """
 
     def __init__(self, model: Any, starts: StartValues, micro_step: Any) -> None:
-        variables = _built_variables(model)
+        variables = statistics_variables(model)
         self._running = _native_statistics(variables)
         self._means: list[Any] = []  # over the replicas, from `sum_with_gradients`
         self._written: list[Any] = []
@@ -163,18 +162,9 @@ def prepare_statistics(model: Any, starts: StartValues | None) -> None:
     Raises:
         ModelError: the model is not built.
     """
-    running = _native_statistics(_built_variables(model))
+    running = _native_statistics(statistics_variables(model))
     if starts is not None:
         starts.create(_STATISTICS, running)
-
-
-def _built_variables(model: Any) -> ModelVariables:
-    if not is_built(model):
-        raise ModelError(
-            "running statistics are known only of a built model. Build it or call it once first, or give its first "
-            "layer an Input."
-        )
-    return model_variables(model)
 
 
 def _native_statistics(variables: ModelVariables) -> list[Any]:
