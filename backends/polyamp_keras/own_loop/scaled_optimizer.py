@@ -18,7 +18,7 @@ from polyamp_keras.arrays import at_least_float32, native_variable, read_value
 from polyamp_keras.compat import check_optimizer_variables, own_trainable_variables
 from polyamp_keras.models.variables import model_variables
 from polyamp_keras.own_loop.fit_figures import FitFigures
-from polyamp_keras.own_loop.keras_loss_scale_optimizer import (
+from polyamp_keras.own_loop.native_loss_scale_optimizer import (
     adopt_keras_scale,
     check_scaler_options,
     is_keras_wrapper_file,
