@@ -126,7 +126,7 @@ def _no_bias_correction(backend: str) -> list[Any]:
         return [mock.patch.object(made, "_initialize_slots", fill)]
     home = "polyamp_keras.engines.tensorflow" if backend == "polyamp_tensorflow" else f"{backend}.arrays"
     here = importlib.import_module(home).XP
-    kind = optimizers.AdamW
+    kind = optimizers.adamw
     corrections_of = kind.corrections
 
     def corrections(self: Any, xp: Any, rate: Any, count: Any) -> Any:
