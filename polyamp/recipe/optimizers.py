@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Union
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
 
 from polyamp.recipe.optimizer_formulas.adafactor import adafactor
 from polyamp.recipe.optimizer_formulas.adagrad import adagrad
@@ -19,7 +21,7 @@ from polyamp.recipe.optimizer_formulas.schedule_free import schedule_free
 from polyamp.recipe.optimizer_formulas.sgd import sgd
 from polyamp.recipe.optimizer_spec import Spec
 
-__all__ = [  # noqa: RUF022  # in the order of messages and pages
+__all__ = [  # noqa: RUF022  # the order of `SPECS`, in which messages and pages list them
     "sgd",
     "adam",
     "adamw",
@@ -39,7 +41,7 @@ SPECS: tuple[type[Spec], ...] = tuple(globals()[name] for name in __all__)
 if TYPE_CHECKING:
     OptimizerSpec = Spec
 else:
-    OptimizerSpec = Union[SPECS]  # noqa: UP007  # made from the tuple
+    OptimizerSpec = functools.reduce(operator.or_, SPECS)
     """Any optimizer spec; in a recipe file a table with `type = "adamw"` etc."""
 
 

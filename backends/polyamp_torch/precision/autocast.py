@@ -239,7 +239,7 @@ def is_region_open(place: ModulePrecision, device_type: str, rules: RuleChanges)
     return (mode is None or mode.acting is place.kept) and (changed is None or changed.changes == wanted)
 
 
-def is_open(settings: RegionSettings, float32_matmul: str | None) -> bool:
+def is_redundant(settings: RegionSettings, float32_matmul: str | None) -> bool:
     """Return whether another `region` with these arguments would change nothing. False in a traced function."""
     kind = settings.device_type
     if torch.compiler.is_compiling() or torch.is_autocast_cache_enabled():

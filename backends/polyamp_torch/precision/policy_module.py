@@ -23,7 +23,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
-from polyamp_torch.precision.autocast import is_open, region, root_settings
+from polyamp_torch.precision.autocast import is_redundant, region, root_settings
 from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock, RegionSettings
 from polyamp_torch.precision.torch_only.float8_products import check_device
@@ -164,7 +164,7 @@ class PolicyModule:
             return second._call_function(function, *args, **kwargs)
         installed = NULL_CONTEXT if inside else self.installed()
         around: contextlib.AbstractContextManager[None] = NULL_CONTEXT
-        if not (inside and (is_open(self._settings, plan.float32_matmul) or self._installation.is_overruled())):
+        if not (inside and (is_redundant(self._settings, plan.float32_matmul) or self._installation.is_overruled())):
             around = self.region()
         try:
             with installed, around:

@@ -306,10 +306,10 @@ def _run_forward(
 def loss_scopes(states: Sequence[TorchState]) -> contextlib.AbstractContextManager[Any]:
     """Return the context manager around a call of `loss_fn`: the region of the first state's policy, and what each
     model needs."""
-    region = states[0].bound.region()
+    region: contextlib.AbstractContextManager[Any] = states[0].bound.region()
     adding = list(filter(_ADDS_LOSSES, map(_READER, states)))
     if not adding:
-        return region  # type: ignore[no-any-return]  # a bound model is of any kind
+        return region
     stack = contextlib.ExitStack()
     stack.enter_context(region)
     stack.enter_context(adding[0].loss_scope(adding))
@@ -370,10 +370,7 @@ def densify_gradients(parameters: Iterable[tuple[str, torch.Tensor]], *, needed:
         LossError: there is no gradient, and one is needed.
         UnsupportedError: a gradient is sparse; the message names it.
     """
-    values: list[torch.Tensor] = []
-    for _, p in parameters:
-        if p.grad is not None:
-            values.append(p.grad)
+    values = [grad for _, p in parameters if (grad := p.grad) is not None]
     if needed and not values:
         raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
     if not _STRIDED_LAYOUTS.issuperset(map(_LAYOUT, values)):

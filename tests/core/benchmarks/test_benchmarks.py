@@ -95,6 +95,22 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read(tmp_path / "folder" / "x.json") == made
 
 
+def test_who_reads_results_while_they_are_written_reads_them_whole(tmp_path: Path) -> None:
+    from benchmarks.common.results import Results, read, write
+
+    def made(count: int) -> Results:
+        entries = [entry([1.0], [2.0])] * count
+        return Results(script="x.py", environment={}, settings={}, entries=entries, seconds=1.5)
+
+    path = tmp_path / "x.json"
+    write(path, made(1))
+    whole = path.read_bytes()
+    with path.open("rb") as reader:
+        write(path, made(2))
+        assert reader.read() == whole
+    assert read(path) == made(2)
+
+
 def test_a_distance_of_losses_is_relative() -> None:
     from benchmarks.common.paired_timing import distance
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
 
 MethodWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the replacement of a module's method."""
+_MODEL: Final = operator.attrgetter("model")
 
 
 class PolicyInstallation:
@@ -300,10 +302,8 @@ class InstallationBlock(RegionBlock):
                 OPEN_BLOCKS.regions[-1].close(interrupted=True)
             del OPEN_BLOCKS.overrides[overrides:]
         self.installation.release(self)
-        left = len(OPEN_BLOCKS.installed) - 1
-        if left:
-            left = sum(block.model is self.model for block in OPEN_BLOCKS.installed) - 1
-        while OPEN_BLOCKS.bound.count(self.model) > left:
+        models = list(map(_MODEL, OPEN_BLOCKS.installed))  # with this block's
+        while OPEN_BLOCKS.bound.count(self.model) >= models.count(self.model):
             OPEN_BLOCKS.bound.remove(self.model)  # not pop(): training libraries close their blocks in any order
         OPEN_BLOCKS.installed.remove(self)
         self.frame = None

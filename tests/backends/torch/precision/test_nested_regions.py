@@ -208,3 +208,46 @@ def test_s03_the_same_in_a_compiled_step(mode: Any, way: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=2e-6, atol=1e-7)
     plain = ran(recipe.policy, "nothing")[1].detach().square().mean()
     assert abs(float(found[1][0]) - float(plain)) > 1e-5, "or the region would show nothing"
+
+
+def step_with(loss_fn: Callable[[Any, Any], Any], policy: polyamp.Policy, net: nn.Module) -> None:
+    state = polyamp.init(net, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)))
+    polyamp.train_step(loss_fn, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)))(state, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("spelling", ["mixed_bfloat16", "mixed_float16"])
+def test_s03_a_call_in_a_hook_of_the_backward_pass_follows_the_policy(spelling: str) -> None:
+    """No region is open there: autocast is off, and its dtype on a CPU is bfloat16 nevertheless."""
+    net = Net()
+
+    def loss_fn(model: Any, x: Any) -> Any:
+        out = model(x)
+
+        def hook(grad: torch.Tensor) -> None:
+            with torch.no_grad():
+                model(x)
+
+        out.register_hook(hook)
+        return out.square().mean()
+
+    step_with(loss_fn, polyamp.Policy(spelling), net)
+    wanted = B16 if spelling == "mixed_bfloat16" else F16
+    assert net.seen == [(wanted, wanted)] * 2
+
+
+def test_s03_settings_that_no_region_made_do_not_hold_for_the_call() -> None:
+    """torch's weight cache would serve weights from before an update; the precision of products is the policy's."""
+    net, seen = Net(), []
+    net.register_forward_pre_hook(
+        lambda *_: seen.append((torch.is_autocast_cache_enabled(), torch.get_float32_matmul_precision()))
+    )
+
+    def loss_fn(model: Any, x: Any) -> Any:
+        torch.set_autocast_cache_enabled(True)
+        first = model(x)
+        torch.set_autocast_cache_enabled(False)
+        torch.set_float32_matmul_precision("highest")
+        return (first + model(x)).square().mean()
+
+    step_with(loss_fn, polyamp.Policy("mixed_bfloat16", float32_matmul="medium"), net)
+    assert seen == [(False, "medium")] * 2
