@@ -112,7 +112,8 @@ def to_device(tree: Any, device: torch.device, parameters: str) -> Any:
         return leaf.to(device, non_blocking=True)
 
     moved = map_tree(move, tree)
-    check_has_rows(lengths)
+    if 0 in lengths:
+        check_has_rows(lengths)
     return moved
 
 

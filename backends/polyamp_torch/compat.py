@@ -366,35 +366,22 @@ def skip_compilation(*functions: Callable[..., Any]) -> None:
             frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-class _EagerBackward:
-    """Context manager in which compiled code gets the backward pass of eager code: outside the region.
+EAGER_BACKWARD: Final = "off"
+"""Value of torch's setting `backward_pass_autocast`: compiled code has the backward pass outside the region."""
+
+
+def backward_pass_setting() -> tuple[Any, str] | None:
+    """Return what holds torch's setting `backward_pass_autocast`, and its value; None without a compiler.
 
     By default the compiler traces the backward pass together with the forward pass, under the same autocast. A float32
-    island inside a 16-bit region would then have 16-bit products in its gradient. torch's setting for that is
-    thread-local (process-wide in 2.7), and is restored on exit.
+    island inside a 16-bit region would then have 16-bit products in its gradient. With `EAGER_BACKWARD` compiled code
+    gets the backward pass of eager code: outside the region. The setting is thread-local (process-wide in 2.7).
     """
-
-    before: str | None = None
-
-    def __enter__(self) -> None:
-        from torch._functorch import config  # loaded with the compiler
-
-        self.before = config.backward_pass_autocast
-        config.backward_pass_autocast = "off"  # noqa: S105  # a pass, no password
-
-    def __exit__(self, *_: object) -> None:
-        """Restore the setting, unless an interrupt came before it was recorded."""
-        from torch._functorch import config
-
-        if self.before is not None:
-            config.backward_pass_autocast = self.before
-
-
-def eager_backward() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which compiled functions get eager code's backward pass; free without a compiler."""
     if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules:
-        return NULL_CONTEXT
-    return _EagerBackward()
+        return None
+    from torch._functorch import config  # loaded with the compiler
+
+    return config, config.backward_pass_autocast
 
 
 # Several processes.

@@ -72,7 +72,8 @@ def softmax_cross_entropy(
     losses = backend_of(logits).losses
     soft = check_labels(logits, labels)
     rows_shape = tuple(getattr(logits, "shape", ()))[:-1]
-    check_ignore_index(ignore_index, soft=soft)
+    if ignore_index is not None:
+        check_ignore_index(ignore_index, soft=soft)
     with losses.in_float32():
         weights = None
         if class_weights is not None:

@@ -80,7 +80,7 @@ def decide(
         skip: "all" skips every state if a flag is false, "each" only the state itself.
         xp: the framework's array namespace.
     """
-    one, zero = xp.asarray(1, step), xp.asarray(0, step)
+    one = xp.asarray(1, step)
     applied, after = None, scale_state
     if scaler.checks:
         every = functools.reduce(operator.and_, flags)
@@ -92,5 +92,5 @@ def decide(
         after = LossScaleState(*(xp.where(counts, new, old) for new, old in zip(after, passed, strict=True)))
         applied = counts if applied is None else applied & counts
     if applied is None:
-        return UpdateDecision(None, scale_state, step + one, one < zero)
-    return UpdateDecision(applied, after, step + xp.where(applied, one, zero), ~applied)
+        return UpdateDecision(None, scale_state, step + one, one < one)
+    return UpdateDecision(applied, after, step + xp.where(applied, one, xp.asarray(0, step)), ~applied)

@@ -76,6 +76,7 @@ class TrainStep:
         self.recipe: Final = recipe
         self.monitor: Final = monitor
         self._options = options
+        self._loss_scaler = recipe.loss_scaler
         self._run: dict[Any, StepFunction] = {}
         self._accepted: Recipe | None = None
 
@@ -120,7 +121,8 @@ class TrainStep:
             _add_loss_error_hints(error, self.loss_fn, [state], batch)
             raise
         try:
-            _check_stuck_scale(state, lambda: self._not_finite(state, batch))
+            if state.watch.is_due(self._loss_scaler):
+                _check_stuck_scale(state, lambda: self._not_finite(state, batch))
         except LossScaleStuckError:
             if isinstance(backend, ConsumesStates):
                 backend.hand_back(given, state)
@@ -314,7 +316,8 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
     backend = states[0].backend
     new_states, results = backend.apply_gradients(states, gradients, skip)
     for new, item in zip(new_states, gradients, strict=True):
-        _check_stuck_scale(new, functools.partial(_non_finite_names, backend, item))
+        if new.watch.is_due(new.recipe.loss_scaler):
+            _check_stuck_scale(new, functools.partial(_non_finite_names, backend, item))
     return (new_states, results) if several else (new_states[0], results[0])
 
 
@@ -325,10 +328,11 @@ def _add_loss_error_hints(error: Exception, loss_fn: LossFunction, states: Seque
 
 
 def _check_stuck_scale(state: State, names: Callable[[], StuckFinding | list[str]]) -> None:
-    """Read the state on the host after a step, if a check is due (S17)."""
-    backend, scaler = state.backend, state.recipe.loss_scaler
-    if state.watch.is_due(scaler) and backend.is_concrete(state.scale_state.stuck):
-        stuck_scale.check_stuck(int(backend.to_numpy(state.scale_state.stuck)), scaler, names, stacklevel=4)
+    """Read the state on the host after a step for which a check is due (S17)."""
+    backend = state.backend
+    if backend.is_concrete(state.scale_state.stuck):
+        stuck = int(backend.to_numpy(state.scale_state.stuck))
+        stuck_scale.check_stuck(stuck, state.recipe.loss_scaler, names, stacklevel=4)
 
 
 def _check_distinct(states: Sequence[Any]) -> None:

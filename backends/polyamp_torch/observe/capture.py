@@ -45,7 +45,7 @@ def capture_pass(state: TorchState, loss_fn: LossFunction, batch: Any, on_captur
     """Run and record one pass (`Observer.capture_pass`); operations only of a state that no step has updated."""
     why = hidden_modules_reason(state.model, loss_fn)
     operations = None if why or int(state.step) else OpDtypeRecorder()
-    watcher = PassCapture(on_capture, float(state.scale_state.scale) if state.scaler.scales else 1.0, operations)
+    watcher = PassCapture(on_capture, float(state.scale_state.scale) if state.scales else 1.0, operations)
     hooks = watcher.on([] if is_compiled(loss_fn) else hook_targets(state.model))
     if is_keras_layer(state.model):  # its calls run no hooks of torch
         from polyamp_torch.observe.torch_only.keras_passes import watch_keras_model

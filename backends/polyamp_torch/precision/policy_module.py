@@ -26,8 +26,9 @@ from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_redundant, region, root_settings
 from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only.autocast_region_stack import RegionBlock, RegionSettings
+from polyamp_torch.precision.torch_only.compat import uses_kernels
 from polyamp_torch.precision.torch_only.float8_products import check_device
-from polyamp_torch.precision.torch_only.float32_islands import islands, uses_kernels
+from polyamp_torch.precision.torch_only.float32_islands import islands
 from polyamp_torch.precision.torch_only.named_parameters import is_overridden, map_listed_parameters, tree_parameters
 from polyamp_torch.precision.torch_only.op_rules import check_op_rules, rule_changes, unmet_rules, unmet_text
 from polyamp_torch.precision.torch_only.open_blocks import OPEN_BLOCKS
@@ -228,8 +229,14 @@ class PolicyModule:
                 bound.remove(self)
                 placed.pop()
 
-    def warn_of_unmet_rules(self) -> None:
-        """Warn, once, of `op_rules` whose functions no pass has called yet."""
+    def check_pass(self) -> None:
+        """Check, after a forward pass, that the overrides ran, and once that `op_rules` name functions that ran.
+
+        Raises:
+            UnsupportedError: see `check_overrides_ran`.
+        """
+        if self._overrides:
+            self.check_overrides_ran()
         if self._checks_rules:
             self.__dict__["_checks_rules"] = False
             names = unmet_rules(rule_changes(self._plan))

@@ -117,7 +117,8 @@ def accumulate_gradients(
         state.check_unchanged()
     if accumulator is not None:
         accumulator.write_back(reduction.divide(state, count))
-    return weighted_loss_sum(losses, weighting.factors), stack_aux(auxes, stack=count > 1)
+    aux = auxes[0] if count == 1 else stack_aux(auxes, stack=True)
+    return weighted_loss_sum(losses, weighting.factors), aux
 
 
 def stack_aux(auxes: list[Any], *, stack: bool) -> Any:

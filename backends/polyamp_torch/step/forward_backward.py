@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from polyamp.errors import LossError, UnsupportedError
 from polyamp.results import Gradients, LossFunction
@@ -17,7 +18,7 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import XP, detach_leaf, dtype_name, to_device
+from polyamp_torch.arrays import DTYPES, XP, detach_leaf, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_tensor_of
 from polyamp_torch.distributed.replicas import guard_states
 from polyamp_torch.precision.autocast import backward_region, matmul_precision
@@ -46,6 +47,7 @@ _BOUND: Final = operator.attrgetter("bound")
 _READER: Final = operator.attrgetter("reader")
 _ADDS_LOSSES: Final = operator.attrgetter("adds_losses")
 _STRIDED_LAYOUTS: Final = {torch.strided}
+_FLOAT_DTYPES: Final = frozenset(DTYPES.values())
 
 
 class PassSnapshot:
@@ -65,9 +67,12 @@ class PassSnapshot:
     def __init__(self, state: TorchState, loss_fn: Any = None) -> None:
         self.buffers = buffers.snapshot(state.buffer_owners)
         if loss_fn is None:
-            self.parameters = state.writes.before_trial()
+            self.parameters = ParameterSnapshot(state.writes, first_key=object())  # all are copied
         else:
-            self.parameters = state.writes.before(loss_fn, training=state.model.training)
+            key = (getattr(loss_fn, "__code__", type(loss_fn)), state.model.training)
+            self.parameters = ParameterSnapshot(
+                state.writes, first_key=key if key not in state.writes.checked else None
+            )
 
     def settle(self, finite: torch.Tensor | None) -> None:
         """Keep the changes if `finite` is true or None; otherwise undo them."""
@@ -159,9 +164,7 @@ def _compute_gradients(
     for own, snapshot in reversed(list(zip(running, snapshots, strict=True))):
         own.update(snapshot.parameters.revert())
     total = states[0].replicas.mean(weighting.total, states[0].device)
-    scale = total_scale(
-        states[0].scale_state.scale if states[0].scaler.scales else None, nonzero_total(total), loss.device
-    )
+    scale = total_scale(states[0].scale_state.scale if states[0].scales else None, nonzero_total(total), loss.device)
     if scale is not None:  # the loss was multiplied by the first state's scale
         factor = scale.double().reciprocal()  # float32, except for float64 gradients (S1)
         held = list(map(local_tensor_of, values))
@@ -208,7 +211,7 @@ def scaled_backward(
     Interrupts are delivered only while `loss_fn` or the backward pass runs. `between` is called with the loss between
     the two. Writes of the pass to casts of parameters are copied to the parameters and recorded in `writes`.
     """
-    plan, scaler = states[0].plan, states[0].scaler
+    plan = states[0].plan
     models = tuple(map(_BOUND, states))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
@@ -218,21 +221,22 @@ def scaled_backward(
             stack.enter_context(model.installed())
         read = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
         for model in models:
-            model.check_overrides_ran()
-            model.warn_of_unmet_rules()
+            model.check_pass()
         loss = states[0].replicas.full_loss(read.value) if states[0].replicas.sharded else read.value
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
         factor = weighting.next_factor(read, batch, counts=counts)
         known = isinstance(factor, float)
-        scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
+        scaled = wide * states[0].scale_state.scale.to(wide.device) if states[0].scales else wide
         scaled = scaled if known and factor == 1.0 else scaled * factor
         foreign.stash(wide)
         value = weighting.shown_loss(wide.detach().float(), factor)
         if between is not None:
             between(value)
         if not (weighting.omits and known and factor == 0.0):
+            # of a plain tensor its edge: a mode would see each attribute of the tensor that torch reads
+            root = get_gradient_edge(scaled) if type(scaled) is torch.Tensor else scaled
             with backward_region(plan, states[0].device.type), interrupts.allowed:
-                torch.autograd.backward(scaled)
+                torch.autograd.backward(root)
             for state in states:
                 if state.complex_parameters:
                     resolve_conjugates(state.complex_parameters)
@@ -267,7 +271,8 @@ def _run_forward(
             return _mean_counts(loss_fn, model, states, part)
 
     code = getattr(loss_fn, "__code__", type(loss_fn))
-    sums_means = state.sums_means.get(code) if weighting.is_first_pass else False
+    is_first = weighting.among_others and not weighting.factors  # of several passes
+    sums_means = state.sums_means.get(code) if is_first else False
     trial = _DryRunSnapshot(states) if sums_means is None else None
     if sums_means:
         weighting.count_others(count)
@@ -298,7 +303,8 @@ def _run_forward(
             "loss_fn must return a tensor that depends on the model's parameters. "
             f"Received: {type(loss).__name__} without a gradient. Is it detached, or under torch.no_grad()?"
         )
-    step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
+    if loss.dim() or loss.dtype not in _FLOAT_DTYPES:
+        step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
     state.reader.check_loss(loss, state.plan)
     return read
 

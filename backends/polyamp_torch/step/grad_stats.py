@@ -69,7 +69,10 @@ def global_norm_and_finite(
     """
     found = [grads] if alike else bucket_by_device_and_dtype(grads)
     norm = _bucket_norm(found[0]) if len(found) == 1 else _combine_norms(list(map(_bucket_norm, found)))
-    finite = _is_finite(norm)
+    if can_read_without_sync(norm.device):  # by Python, which is faster than torch's five operations
+        finite = torch.scalar_tensor(math.isfinite(norm.item()), dtype=torch.bool)
+    else:
+        finite = torch.isfinite(norm)
     if scale is None:
         return TorchGradStats(norm, finite)
     norm = norm / scale.to(norm.device, torch.float64)
@@ -80,13 +83,6 @@ def global_norm_and_finite(
     ):
         return TorchGradStats(norm, finite)
     return TorchGradStats(norm, finite & _is_quotient_finite(found, scale, norm.device))
-
-
-def _is_finite(norm: torch.Tensor) -> torch.Tensor:
-    """Return whether a scalar is finite; on the CPU by Python, which is faster than torch's five operations."""
-    if can_read_without_sync(norm.device):
-        return torch.scalar_tensor(math.isfinite(norm.item()), dtype=torch.bool)
-    return torch.isfinite(norm)
 
 
 def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:

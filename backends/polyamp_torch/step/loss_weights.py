@@ -68,11 +68,6 @@ class LossWeighting(ABC):
         """Whether all weights were 0, as the host knows, so that no backward pass ran."""
         return self.omits and all(isinstance(factor, float) and factor == 0.0 for factor in self.factors)
 
-    @property
-    def is_first_pass(self) -> bool:
-        """Whether the next pass is the first of several."""
-        return self.among_others and not self.factors
-
     @abstractmethod
     def count_others(self, count: Callable[[Any], list[Any]]) -> None:
         """Count the divisors of a sum of means in the micro-batches after the first one, by a forward pass each.

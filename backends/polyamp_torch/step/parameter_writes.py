@@ -54,15 +54,6 @@ class ParameterWriteTracker:
         """The parameters in the order of `names`; the current local shard of sharded ones."""
         return self.whole or list(map(local_tensor_of, self.named.values()))
 
-    def before(self, loss_fn: Any, *, training: bool) -> ParameterSnapshot:
-        """Return a snapshot before one pass, or before all passes of a step."""
-        key = (getattr(loss_fn, "__code__", type(loss_fn)), training)
-        return ParameterSnapshot(self, first_key=key if key not in self.checked else None)
-
-    def before_trial(self) -> ParameterSnapshot:
-        """Return a snapshot of all parameters before a pass that is undone."""
-        return ParameterSnapshot(self, first_key=object())
-
 
 class ParameterSnapshot:
     """Snapshot of the parameters before a forward pass.

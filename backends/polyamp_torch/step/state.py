@@ -65,6 +65,7 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         recipe: the training recipe.
         plan: the recipe's policy, resolved against the model's modules.
         scaler: the recipe's loss scaler.
+        scales: whether it scales the loss.
         optimizer: the `torch.optim.Optimizer` in use.
         groups: the hyperparameters of each parameter (S27).
         common_clip: the limits of all gradients together (S11).
@@ -111,7 +112,8 @@ class TorchState(StateDisplayMixin, Generic[ModuleT], metaclass=StateClass):
         self.model = model
         self.recipe = recipe
         self.plan = reader.plan(recipe.policy)
-        self.scaler = recipe.loss_scaler  # a recipe without one creates it at each access
+        self.scaler = recipe.loss_scaler
+        self.scales = self.scaler.scales
         self.bound = reader.bind(self.plan, self.device)
         self.parameters = trained
         self.complex_parameters = [p for _, p in named if p.is_complex()]

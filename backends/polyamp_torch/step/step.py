@@ -85,7 +85,7 @@ def _train_micro_batches(
             if finite is None or not can_read_without_sync(finite.device) or bool(finite):
                 engine.broadcast_buffers(slots, versions)
 
-        scale = state.scale_state.scale if state.scaler.scales else None
+        scale = state.scale_state.scale if state.scales else None
         ready = UpdateGradients(values, scale, settle, reduction=reduction, written=snapshot.parameters)
         (result,) = update_states([state], [ready], "all", monitor)
     result = result._replace(loss=reduction.loss, aux=aux)

@@ -88,6 +88,9 @@ class StepReduction:
     def finish_alone(self, scale: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """Finish the reduction for a single process; return the remaining scale of the gradients."""
         total = self.weighting.total
+        if isinstance(total, float) and total == self._divided == 1.0:
+            self.weight = self.weighting.weight(total)
+            return scale
         divisor = nonzero_total(total)
         if self.loss is not None and not (isinstance(divisor, float) and divisor == 1.0):
             self.loss = self.loss / divisor
@@ -236,12 +239,14 @@ class _MeasuredGradients(NamedTuple):
     Attributes:
         stats: what the decision needs.
         norm: the float64 norm.
+        values: the gradients as kernels need them (`TorchState.plain`).
         by: the divisor that unscales and clips, float64 scalar, or None.
         scale: the scale that the gradients still carry, or None.
     """
 
     stats: GradStats
     norm: torch.Tensor
+    values: list[torch.Tensor]
     by: torch.Tensor | None
     scale: torch.Tensor | None
 
@@ -252,20 +257,20 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
     Off the CPU, gradients count as not finite if the divisor leaves float32: above 3.4e38 * clip_norm before unscaling.
     """
     limits, scale, reduction = state.common_clip, grads.scale, grads.reduction
+    values = state.plain(grads.values)
     if state.replicas.several:
-        norm, finite, scale = _all_reduce_grad_stats(state, grads)
+        norm, finite, scale = _all_reduce_grad_stats(state, grads, values)
         weight = grads.weight if reduction is None else reduction.weight
     else:
         if reduction is not None:
             scale = reduction.finish_alone(scale, state.device)
         weight = grads.weight if reduction is None else reduction.weight
-        values = state.plain(grads.values)
         least = state.scaler.min_scale if weight is None else 0.0
         norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
     by = unscale_and_clip_divisor(norm, scale, limits)
     if by is not None and limits.norm is not None and not can_read_without_sync(norm.device):
         finite = finite & torch.isfinite(by.float())
-    return _MeasuredGradients(GradStats(norm.float(), finite, weight), norm, by, scale)
+    return _MeasuredGradients(GradStats(norm.float(), finite, weight), norm, values, by, scale)
 
 
 def _decide(state: TorchState, stats: GradStats, flags: Sequence[torch.Tensor], skip: Skip) -> UpdateDecision:
@@ -315,7 +320,7 @@ def _update(
         for p in parameters:
             p.grad = None if id(p) in waiting else p.grad
         parameters = [p for p in parameters if id(p) not in waiting]
-    values = state.plain(values)
+    values = measured.values if values is grads.values else state.plain(values)
     if by is not None:
         by = _divide_unless_fused(state, values, measured, by, number)
     if largest is not None:
@@ -370,13 +375,13 @@ def _parameters_with_gradients(state: TorchState, grads: UpdateGradients) -> lis
 
 
 def _all_reduce_grad_stats(
-    state: TorchState, grads: UpdateGradients
+    state: TorchState, grads: UpdateGradients, values: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return norm and flag over all processes, and the remaining scale of the gradients.
 
     Sets mean loss and weight in `grads.reduction`. Parameter writes become rank 0's."""
     replicas, reduction = state.replicas, grads.reduction
-    parameters, values = _parameters_with_gradients(state, grads), state.plain(grads.values)
+    parameters = _parameters_with_gradients(state, grads)
     started = None if reduction is None else reduction.started
     if reduction is not None and started is not None:
         announced = reduction.announced

@@ -25,9 +25,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from polyamp_torch.compat import (
+    EAGER_BACKWARD,
     NULL_CONTEXT,
     TorchAutocast,
-    eager_backward,
+    backward_pass_setting,
     open_mode_count,
 )
 from polyamp_torch.precision.torch_only.float32_islands import (
@@ -147,6 +148,7 @@ class AutocastRegion(RegionBlock):
         self.outer = outer
         self.islands: Islands | None = None
         self._is_new = False
+        self._backward_pass: tuple[Any, str] | None = None
         self._settings: list[contextlib.AbstractContextManager[None]] = []
 
     def open(self) -> None:
@@ -172,10 +174,9 @@ class AutocastRegion(RegionBlock):
             current.switch(acting)
         if rules or open_mode_count():
             self._open_rules(kind, rules)  # last: they see a call before the islands do
-        compiled = eager_backward()
-        if compiled is not NULL_CONTEXT:
-            self._settings.append(compiled)  # first: an interrupt may come right after its __enter__
-            compiled.__enter__()
+        self._backward_pass = backward_pass_setting()
+        if self._backward_pass is not None:
+            self._backward_pass[0].backward_pass_autocast = EAGER_BACKWARD
 
     def _open_rules(self, kind: str, rules: RuleChanges) -> None:
         changed = op_rules_region(kind, rules)
@@ -190,6 +191,9 @@ class AutocastRegion(RegionBlock):
             while OPEN_BLOCKS.regions[-1] is not self:
                 OPEN_BLOCKS.regions[-1].close(interrupted=True)
         enabled, dtype, cache, depth = self.before
+        if self._backward_pass is not None:
+            config, value = self._backward_pass
+            config.backward_pass_autocast = value
         for setting in reversed(self._settings):
             setting.__exit__(None, None, None)
         if self.islands is not None:
@@ -200,7 +204,11 @@ class AutocastRegion(RegionBlock):
         torch.set_autocast_enabled(self.setting.device_type, enabled)
         torch.set_autocast_dtype(self.setting.device_type, dtype)
         torch.set_autocast_cache_enabled(cache)
-        _decrease_nesting(depth, once=not interrupted)
+        if not interrupted:
+            _leave_nested_region()
+        else:
+            while autocast_nesting() > depth:
+                _leave_nested_region()
         OPEN_BLOCKS.regions.remove(self)
         self.frame = self.owner = None
 
@@ -254,10 +262,7 @@ def autocast_nesting() -> int:
     return found[1]
 
 
-def _decrease_nesting(wanted: int, *, once: bool) -> None:
-    """End one nested region, as torch does, or all above a depth. After the last, clear torch's weight cache."""
-    while once or autocast_nesting() > wanted:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        if once:
-            return
+def _leave_nested_region() -> None:
+    """End one nested region, as torch does; after the last, clear torch's weight cache."""
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()

@@ -18,7 +18,7 @@ from torch import _ops
 from torch.autograd.graph import _engine_run_backward
 
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
-from polyamp_torch.compat import skip_compilation, top_saved_tensor_hooks
+from polyamp_torch.compat import HAS_AUTOCAST_CACHE_KEYS, skip_compilation, top_saved_tensor_hooks
 
 Kernel = Callable[..., Any]
 KernelMaker = Callable[[Kernel], Kernel]
@@ -83,9 +83,15 @@ def scaled_product(
     return made
 
 
-def has_custom_device() -> bool:
-    """Return whether a library serves a custom device, whose autocast has the key of the kernels."""
-    return torch._C._get_privateuse1_backend_name() != _CUSTOM_DEVICE or _had_fallback()
+def uses_kernels() -> bool:
+    """Return whether the islands of eager code are kernels, not the mode.
+
+    They need a torch that has the state of autocast in the keys of its compiler's caches, and a process in which no
+    other library serves a custom device, whose autocast has the key of the kernels.
+    """
+    return (
+        HAS_AUTOCAST_CACHE_KEYS and torch._C._get_privateuse1_backend_name() == _CUSTOM_DEVICE and not _had_fallback()
+    )
 
 
 @functools.cache

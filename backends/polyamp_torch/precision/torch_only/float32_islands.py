@@ -15,15 +15,15 @@ from typing import Final, NamedTuple
 import torch
 
 from polyamp_torch.compat import (
-    HAS_AUTOCAST_CACHE_KEYS,
+    EAGER_BACKWARD,
     NULL_CONTEXT,
     TorchAutocast,
-    eager_backward,
+    backward_pass_setting,
     open_modes,
     pop_mode,
     push_mode,
 )
-from polyamp_torch.precision.torch_only.compat import has_custom_device
+from polyamp_torch.precision.torch_only.compat import uses_kernels
 from polyamp_torch.precision.torch_only.float32_function_mode import IslandsMode, remove_mode
 from polyamp_torch.precision.torch_only.float32_kernels import KERNEL_ISLANDS, KernelIslands, KernelsOff
 from polyamp_torch.precision.torch_only.op_rules import RuleChanges
@@ -39,15 +39,6 @@ DEVICE_TYPES: Final = tuple(_DEVICE_TESTS)
 
 Islands = KernelIslands | IslandsMode
 """The islands of one device type in one thread."""
-
-
-def uses_kernels() -> bool:
-    """Return whether the islands of eager code are kernels, not the mode.
-
-    They need a torch that has the state of autocast in the keys of its compiler's caches, and a process in which no
-    other library serves a custom device, whose autocast has the key of the kernels.
-    """
-    return HAS_AUTOCAST_CACHE_KEYS and not has_custom_device()
 
 
 def make_islands(device_type: str) -> Islands:
@@ -188,8 +179,15 @@ def capture_autocast_state(kinds: tuple[str, ...] | None = None) -> AutocastStat
 def restore_autocast_state(state: AutocastState) -> Iterator[None]:
     """Context manager that restores a captured state, in any thread."""
     if not state.regions:
-        with eager_backward() if state.has_islands else NULL_CONTEXT:
+        setting = backward_pass_setting() if state.has_islands else None
+        try:
+            if setting is not None:
+                setting[0].backward_pass_autocast = EAGER_BACKWARD
             yield
+        finally:
+            if setting is not None:
+                config, value = setting
+                config.backward_pass_autocast = value
         return
     first, *others = state.regions
     with (

@@ -149,7 +149,7 @@ class KerasPolicyModule(BoundKerasModel):
     def discard(self) -> None:
         """Do nothing: no casts replace parameters."""
 
-    def warn_of_unmet_rules(self) -> None:
+    def check_pass(self) -> None:
         """Do nothing: rules that reach no layer are an error before the first step."""
 
     def check_overrides_ran(self) -> None:

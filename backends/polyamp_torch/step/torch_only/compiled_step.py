@@ -161,7 +161,7 @@ class CompiledNativeGraph(CompiledGraph):
             narrow,
         )
         aux = stack_aux(auxes, stack=self._recipe.accumulate_steps > 1)
-        scale = total_scale(state.scale_state.scale if state.scaler.scales else None, whole, state.device)
+        scale = total_scale(state.scale_state.scale if state.scales else None, whole, state.device)
         with stash_grads(list(state.parameters.values()), used_up=True):
             grads = _place_gradients(used, values)
             new = {
