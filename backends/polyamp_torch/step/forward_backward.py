@@ -19,7 +19,7 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import DTYPES, XP, detach_leaf, dtype_name, to_device
-from polyamp_torch.compat import foreach_mul_, local_tensor_of
+from polyamp_torch.compat import foreach_mul_, local_tensor_of, open_mode_count
 from polyamp_torch.distributed.replicas import guard_states
 from polyamp_torch.precision.autocast import backward_region, matmul_precision
 from polyamp_torch.precision.torch_only.autocast_region_stack import shield
@@ -233,8 +233,9 @@ def scaled_backward(
         if between is not None:
             between(value)
         if not (weighting.omits and known and factor == 0.0):
-            # of a plain tensor its edge: a mode would see each attribute of the tensor that torch reads
-            root = get_gradient_edge(scaled) if type(scaled) is torch.Tensor else scaled
+            # where nobody but the mode below would see the call: of a tensor that mode sees each attribute torch reads
+            is_unseen = type(scaled) is torch.Tensor and not open_mode_count()
+            root = get_gradient_edge(scaled) if is_unseen else scaled
             with backward_region(plan, states[0].device.type), interrupts.allowed:
                 torch.autograd.backward(root)
             for state in states:

@@ -331,6 +331,26 @@ def test_a_mode_of_the_users_around_a_step_sees_its_backward_pass_as_in_a_loop_b
     assert calls.seen.count(torch.autograd.backward) == 1
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_a_loss_of_a_subclass_sees_its_backward_pass_as_in_a_loop_by_hand(policy: str) -> None:
+    seen: list[Any] = []
+
+    class Loss(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    torch.autograd.backward(nn.Linear(3, 1)(torch.ones(2, 3)).mean().as_subclass(Loss))
+    by_hand = seen.count(torch.autograd.backward)  # 0 in older torch, which asks no subclass
+    seen.clear()
+    recipe = polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(nn.Linear(3, 1), recipe)
+    step = polyamp.train_step(lambda model, batch: model(batch).mean().as_subclass(Loss), recipe)
+    step(state, torch.ones(2, 3))
+    assert seen.count(torch.autograd.backward) == by_hand
+
+
 def test_s04_a_region_of_torchs_that_a_backward_opens_in_a_step_has_islands() -> None:
     """`torch.amp.custom_bwd` opens one, as do hooks of libraries: what is sensitive there is float32 as in forward."""
     seen: list[torch.dtype] = []
