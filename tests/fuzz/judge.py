@@ -3,8 +3,9 @@
 A network may blow up the last digit of a float: a normalisation of nearly equal numbers, Adam's first steps on tiny
 gradients, a relu at its corner. So before a difference of numbers becomes a finding, one framework trains the
 description again in float32 with every weight moved by its last digit: that of float32, once more with what every
-layer gives moved as well and with the rows the other way round, or for 16-bit policies that of the policy's dtype,
-several times in random directions. What that moves the numbers by, times a factor, is allowed between frameworks.
+layer gives moved as well, with the rows the other way round and in other directions, or for 16-bit policies that of
+the policy's dtype, several times in random directions. What that moves the numbers by, times a factor, is allowed
+between frameworks.
 Called by the command and the tests; skips, scales, counters and bits are never excused. Only torch moves what layers
 give; it is the first of the frameworks.
 """
@@ -26,6 +27,8 @@ FACTOR_NARROW: Final = 2.0
 """For the largest of `TRIES` moves in the last digit of 16 bits."""
 TRIES: Final = 32
 """A relu at its corner turns over in one direction of eight."""
+DIRECTIONS: Final = 8
+"""Of the moves in the last digit of float32: one may move a number by a seventieth of what another moves it."""
 _FLOAT32: Final = re.compile(r"float32 (?:(?:loss|plain|grad_norm) is \S+ apart|parameters |running )")
 _CURVE: Final = re.compile(r"float32 (loss|plain|grad_norm) is (\S+) apart")
 _NARROW: Final = re.compile(r"\w+ is (\S+) from its float32 at the first steps \((plain|grad_norm)\)")
@@ -53,7 +56,9 @@ def sensitivity(description: Description, framework: str, pool: Pool) -> dict[st
     moved = {what: distance(one[what], other[what]) for what in CURVES}
     moved["arrays"] = float(_differ(single, one, other))
     # a sum that is 0 but for rounding stays so where equal terms move alike, and Adam and Lion make a step of its sign
-    for change in ({"jiggle": JIGGLE["float32"], "rounding": JIGGLE["float32"]}, {"reversed": True}):
+    digit = JIGGLE["float32"]
+    directions = [{"jiggle": digit, "rounding": digit, "jiggled": number} for number in range(DIRECTIONS)]
+    for change in (directions[0], {"reversed": True}, *directions[1:]):
         if moved["arrays"]:
             break
         apart = _alone({**single, **change}, framework, pool)
