@@ -23,7 +23,9 @@ HALF_TENSOR_DTYPES: Final = tuple(DTYPES[name] for name in HALF_DTYPES)
 
 
 def scalar_like(value: Any, like: Any) -> Any:
-    """Return `value` as a scalar tensor with the dtype and device of `like`."""
+    """Return `value`, a number or a scalar tensor, as a scalar tensor with the dtype and device of `like`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(like.device, like.dtype)
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
@@ -47,6 +49,7 @@ XP: Final = array_namespace(
     torch,
     scalar_like,
     power=torch.pow,
+    clip=torch.clamp,
     norm=lambda x: _gather(torch.linalg.vector_norm(x)),
     mean=lambda x, axis: torch.mean(x, axis, keepdim=True),
     matmul=torch.matmul,
