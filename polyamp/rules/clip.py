@@ -18,12 +18,12 @@ class GradientClip(NamedTuple):
     """How gradients are clipped that are clipped together: by a factor, by a function of each one, or not at all.
 
     Attributes:
-        factor: norm of these gradients, namespace -> the factor of all of them, scalars; or None.
+        factor: `factor(norm, xp=...)`, norm of these gradients -> the factor of all of them, scalars; or None.
         transformation: gradient, namespace -> the clipped gradient; or None. It may overwrite its argument.
         apart: whether no factor or function is common to all gradients, because they are clipped in several sets.
     """
 
-    factor: Callable[[Any, ArrayNamespace], Any] | None = None
+    factor: Callable[..., Any] | None = None
     transformation: Callable[[Any, ArrayNamespace], Any] | None = None
     apart: bool = False
 
@@ -58,21 +58,16 @@ def gradient_clip(limits: ClipLimits) -> GradientClip:
     """Return how gradients are clipped by limits.
 
     >>> from polyamp.array_namespace import PYTHON
-    >>> gradient_clip(ClipLimits(norm=1.0)).factor(4.0, PYTHON)
+    >>> gradient_clip(ClipLimits(norm=1.0)).factor(4.0, xp=PYTHON)
     0.25
     >>> gradient_clip(ClipLimits(value=1.5)).transformation(-2.0, PYTHON)
     -1.5
     """
     if limits.norm is not None:
-        return GradientClip(factor=functools.partial(_norm_factor, limits))
+        return GradientClip(factor=functools.partial(clip_factor, max_norm=limits.norm, eps=limits.eps))
     if limits.value is not None:
         return GradientClip(transformation=functools.partial(_limit_elements, limits.value))
     return GradientClip()
-
-
-def _norm_factor(limits: ClipLimits, norm: Any, xp: ArrayNamespace) -> Any:
-    assert limits.norm is not None
-    return clip_factor(norm, limits.norm, xp, limits.eps)
 
 
 def _limit_elements(largest: float, grad: Any, xp: ArrayNamespace) -> Any:
@@ -129,7 +124,7 @@ def plan_clips(
     known = not by_norm or (norm is not None and len(sets) == 1)
     norms = iter([norm] * len(by_norm) if known else norms_of(by_norm))
     return [
-        SetClip(places, None if how.factor is None else how.factor(next(norms), xp), how.transformation)
+        SetClip(places, None if how.factor is None else how.factor(next(norms), xp=xp), how.transformation)
         for how, places in own
     ]
 

@@ -122,7 +122,7 @@ def unscale_and_clip_divisor(norm: torch.Tensor, scale: torch.Tensor | None, how
     whole = None if scale is None else scale.to(norm.device, torch.float64)
     if how.factor is None:
         return whole
-    factor = how.factor(norm, XP)
+    factor = how.factor(norm, xp=XP)
     by: torch.Tensor = factor.reciprocal() if whole is None else whole / factor
     return by
 

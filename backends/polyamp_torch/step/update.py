@@ -381,7 +381,7 @@ def _divide_unless_fused(
     """Divide the gradients unless the optimizer's kernels can; return the remaining divisor."""
     factor, transformation, apart = state.common_clip
     if factor is not None and number is not None and not SAFE_SCALE_RANGE[0] < number < SAFE_SCALE_RANGE[1]:
-        unscale_then_clip_(values, measured.scale, factor(measured.norm, XP))
+        unscale_then_clip_(values, measured.scale, factor(measured.norm, xp=XP))
         return None
     if optimizers.has_grad_scale(state.optimizer) and transformation is None and not apart:
         return by.float()

@@ -233,5 +233,5 @@ def test_s27_which_parameters_are_clipped_together() -> None:
     plain = resolved(adamw(groups=no_decay("vector")))
     common = plain.common_clip(ClipLimits(norm=2.0))
     assert common.factor is not None
-    assert (common.factor(4.0, PYTHON), common.transformation, common.apart) == (0.5, None, False)
+    assert (common.factor(4.0, xp=PYTHON), common.transformation, common.apart) == (0.5, None, False)
     assert [limits for limits, _ in plain.clip_sets(ClipLimits(norm=2.0))] == [ClipLimits(norm=2.0)]
