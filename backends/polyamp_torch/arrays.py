@@ -21,7 +21,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in 
 HALF_TENSOR_DTYPES: Final = tuple(DTYPES[name] for name in HALF_DTYPES)
 """The 16-bit dtypes."""
 _FLOAT8_DTYPES: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-FOREIGN_DTYPES: Final = {
+FOREIGN_DTYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
     getattr(torch, name): np.dtype(getattr(ml_dtypes, name)) for name in (*ML_DTYPES, *_FLOAT8_DTYPES)
 }
 """torch dtype that NumPy gets from ml_dtypes -> NumPy's. torch exchanges their memory in another dtype alone."""

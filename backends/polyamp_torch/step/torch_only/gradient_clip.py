@@ -44,8 +44,8 @@ def transform_gradients_(
 def clip_sets_(state: TorchState, parameters: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Clip the unscaled gradients of each set in place, by its own limits (S27)."""
     known = {id(p): value for p, value in zip(parameters, values, strict=True)}
-    every = list(state.parameters.values())
-    grads = [known.get(id(p)) for p in every]
+    every: list[torch.Tensor] = list(state.parameters.values())
+    grads: list[Any] = [known.get(id(p)) for p in every]
 
     def norms_of(sets: list[list[int]]) -> list[torch.Tensor]:
         members = [([every[place] for place in places], [grads[place] for place in places]) for places in sets]
