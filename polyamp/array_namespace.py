@@ -46,6 +46,9 @@ class ArrayNamespace(Protocol):
     def expm1(self, x: Any, /) -> Any:
         """Return the elementwise exp(x) - 1, accurate near zero."""
 
+    def clip(self, x: Any, low: float, high: float, /) -> Any:
+        """Return `x` with its elements limited to [low, high], numbers."""
+
     # For arrays as a whole: optimizer formulas that are not elementwise use them, with the namespace of arrays.
 
     def norm(self, x: Any, /) -> Any:
@@ -81,10 +84,12 @@ def array_namespace(module: Any, asarray: Callable[[Any, Any], Any], **functions
         module: the module that has the functions.
         asarray: see `ArrayNamespace.asarray`.
         **functions: functions by their names here, in place of the module's; those for arrays as a whole have no
-            default but `gather` and `scatter`, which return the array itself.
+            default but `gather` and `scatter`, which return the array itself. Without `clip`, `minimum` and `maximum`
+            limit.
     """
     known = {name: getattr(module, name) for name in _NAMES if name not in functions}
     found: Any = types.SimpleNamespace(asarray=asarray, gather=_itself, scatter=lambda x, like: x)
+    found.clip = lambda x, low, high: found.minimum(found.maximum(x, found.asarray(low, x)), found.asarray(high, x))
     vars(found).update(known, **functions)
     namespace: ArrayNamespace = found
     return namespace

@@ -30,6 +30,22 @@ def first_lines(text: str, count: int = 10) -> str:
     return "\n".join(lines)
 
 
+def table_lines(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
+    """Return the rows of a table as lines with aligned columns, the last `right` ones flush right.
+
+    >>> table_lines([("name", "n"), ("a", "10")], right=1)
+    ['name   n', 'a     10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) - right
+    aligned = (
+        [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        + [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        for row in rows
+    )
+    return ["  ".join(cells).rstrip() for cells in aligned]
+
+
 class StateClass(type):
     """Class of a backend's state: `help` lists what `dir` of a state does."""
 

@@ -1,7 +1,7 @@
 """The table of floating-point formats: name, bits, range and roundoff of each, and its other spellings.
 
-A new format is one row here. Backends make their tables from it, except where a framework has no such dtype in NumPy or
-lists what it casts. No framework is imported: a framework's own dtype object is recognised by its name.
+A new format is one row here. Backends make their tables from it, except where a framework lists what it casts. No
+framework is imported: a framework's own dtype object is recognised by its name.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ class FloatFormat(NamedTuple):
         bits: size of an element.
         exponent_bits: of these, the exponent.
         fraction_bits: stored bits of the significand.
-        aliases: other spellings that a user may write.
+        aliases: other spellings that a user may write; the first is that of XLA's programs and, in capitals, of
+            safetensors files.
         needs_scale: whether the range is so small that gradients need a loss scale.
         complex_name: dtype of complex numbers whose parts have this format; "" where there is none.
+        in_numpy: whether NumPy has it by itself, and not from ml_dtypes.
 
     Example:
         >>> FORMATS["float16"].largest, FORMATS["bfloat16"].unit_roundoff
@@ -35,6 +37,7 @@ class FloatFormat(NamedTuple):
     aliases: tuple[str, ...]
     needs_scale: bool = False
     complex_name: str = ""
+    in_numpy: bool = True
 
     @property
     def bytes(self) -> int:
@@ -65,7 +68,7 @@ FORMATS: Final = {
     each.name: each
     for each in (
         FloatFormat("float16", 16, 5, 10, ("f16", "fp16", "half"), needs_scale=True),
-        FloatFormat("bfloat16", 16, 8, 7, ("bf16",)),
+        FloatFormat("bfloat16", 16, 8, 7, ("bf16",), in_numpy=False),
         FloatFormat("float32", 32, 8, 23, ("f32", "fp32", "single", "full"), complex_name="complex64"),
         FloatFormat("float64", 64, 11, 52, ("f64", "fp64", "double"), complex_name="complex128"),
     )
@@ -75,6 +78,8 @@ FLOAT_DTYPES: Final = tuple(FORMATS)
 """Names of all formats."""
 HALF_DTYPES: Final = tuple(each.name for each in FORMATS.values() if each.bits == 16)
 """Names of the 16-bit formats."""
+ML_DTYPES: Final = tuple(each.name for each in FORMATS.values() if not each.in_numpy)
+"""Names of the formats that NumPy gets from ml_dtypes, under the same names."""
 COMPLEX_DTYPES: Final = {each.name: each.complex_name for each in FORMATS.values() if each.complex_name}
 """Name of a format -> dtype of complex numbers with parts in it."""
 DTYPE_ALIASES: Final = {word: each.name for each in FORMATS.values() for word in (each.name, *each.aliases)}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyamp.array_namespace import array_namespace
-from polyamp.float_formats import FORMATS, HALF_DTYPES
+from polyamp.float_formats import FORMATS, HALF_DTYPES, ML_DTYPES
 from polyamp.rules.batches import check_has_rows, host_array
 from polyamp.trees import map_tree
 
@@ -20,10 +20,20 @@ DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in 
 """Canonical name -> torch dtype."""
 HALF_TENSOR_DTYPES: Final = tuple(DTYPES[name] for name in HALF_DTYPES)
 """The 16-bit dtypes."""
+_FLOAT8_DTYPES: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+FOREIGN_DTYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
+    getattr(torch, name): np.dtype(getattr(ml_dtypes, name)) for name in (*ML_DTYPES, *_FLOAT8_DTYPES)
+}
+"""torch dtype that NumPy gets from ml_dtypes -> NumPy's. torch exchanges their memory in another dtype alone."""
+_TENSOR_DTYPES: Final = {foreign: dtype for dtype, foreign in FOREIGN_DTYPES.items()}
+CARRIER_DTYPES: Final = {1: torch.uint8, 2: torch.int16}
+"""Bytes of an element of a foreign dtype -> the dtype in which its memory is exchanged."""
 
 
 def scalar_like(value: Any, like: Any) -> Any:
-    """Return `value` as a scalar tensor with the dtype and device of `like`."""
+    """Return `value`, a number or a scalar tensor, as a scalar tensor with the dtype and device of `like`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(like.device, like.dtype)
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
@@ -47,6 +57,7 @@ XP: Final = array_namespace(
     torch,
     scalar_like,
     power=torch.pow,
+    clip=torch.clamp,
     norm=lambda x: _gather(torch.linalg.vector_norm(x)),
     mean=lambda x, axis: torch.mean(x, axis, keepdim=True),
     matmul=torch.matmul,
@@ -118,9 +129,10 @@ def to_device(tree: Any, device: torch.device, parameters: str) -> Any:
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Convert a NumPy array to a CPU tensor of the same dtype, also `ml_dtypes.bfloat16`; share memory if possible."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    """Convert a NumPy array to a CPU tensor of the same dtype, also those of ml_dtypes; share memory if possible."""
+    if array.dtype in _TENSOR_DTYPES:
+        carrier = dtype_name(CARRIER_DTYPES[array.dtype.itemsize])
+        return from_numpy(array.view(carrier)).view(_TENSOR_DTYPES[array.dtype])
     usable = array.dtype.isnative and all(stride >= 0 for stride in array.strides)
     if usable and array.flags.writeable and array.ndim:
         return torch.from_numpy(array)
@@ -165,10 +177,16 @@ def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     if is_sharded(whole):
         whole = whole.detach().full_tensor()
     host: torch.Tensor = whole.detach().to("cpu", copy=True)
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    result: np.ndarray[Any, Any] = host.numpy(force=True)  # resolves the conjugate and negative bits of the copy
-    return result
+    return shared_array(host.resolve_conj().resolve_neg())
+
+
+def shared_array(host: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the values of a plain tensor on the host as an array on the same memory."""
+    foreign = FOREIGN_DTYPES.get(host.dtype)
+    if foreign is None:
+        return host.numpy()
+    carried: np.ndarray[Any, Any] = host.view(CARRIER_DTYPES[foreign.itemsize]).numpy()
+    return carried.view(foreign)
 
 
 def output_tensors(tree: Any) -> Iterator[torch.Tensor]:

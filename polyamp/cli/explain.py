@@ -18,6 +18,7 @@ from polyamp.cli.python_file import run_file
 from polyamp.cli.report_output import Draw
 from polyamp.contract.casting_comparison import FamilyComparison, compare_families
 from polyamp.contract.casting_report import CastingReport
+from polyamp.display import table_lines
 from polyamp.errors import PolicyError, PolyampError, did_you_mean
 
 _NAMES: Final = ("model", "loss_fn", "batch")
@@ -167,7 +168,7 @@ def _print_families(
             )
             for row in found.differences
         ]
-        lines += [*_table(cells), ""]
+        lines += [*table_lines(cells), ""]
     same = found.compared - len(found.differences)
     lines.append(f"{same} of {found.compared} families of operations run in the same dtype in {' and '.join(sides)}.")
     for side, names in rest.items():
@@ -182,10 +183,4 @@ def _diff_text(names: tuple[str, str], rows: Any) -> str:
         return f"Under {names[0]} and {names[1]} every operation runs in the same dtype."
     cells = [("module", "operation", "direction", *names)]
     cells += [(row.module or ".", row.name, row.direction, row.first or "-", row.second or "-") for row in rows]
-    return "\n".join(_table(cells))
-
-
-def _table(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return list(map(str.rstrip, lines))
+    return "\n".join(table_lines(cells))

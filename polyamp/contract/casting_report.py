@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp.display import first_lines, html_table
+from polyamp.display import first_lines, html_table, table_lines
 from polyamp.recipe.policy import Policy
 
 if TYPE_CHECKING:
@@ -199,9 +199,5 @@ def _dtypes_by_operation(rows: Sequence[OperationCount]) -> dict[tuple[str, str,
 
 def _format_table(rows: Sequence[Sequence[Any]]) -> list[str]:
     cells = [[str(cell) or "." for cell in row] for row in rows]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        text = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        lines.append("  ".join([*text, row[-1].rjust(widths[-1])]))
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return table_lines([cells[0], ["-" * width for width in widths], *cells[1:]], right=1)

@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from polyamp.float_formats import FORMATS
+
 _DTYPES: Final = {
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
+    **{each.aliases[0]: each.name for each in FORMATS.values()},
     "f8e4m3fn": "float8_e4m3fn",
     "f8e5m2": "float8_e5m2",
 }

@@ -192,7 +192,7 @@ def _rounded(array: Array, compute: str) -> Array:
         return array
     import ml_dtypes
 
-    narrow: Any = ml_dtypes.bfloat16 if compute == "bfloat16" else np.dtype(compute)
+    narrow: Any = np.dtype(getattr(ml_dtypes, compute, compute))
     rounded: Array = array.astype(narrow).astype(array.dtype)
     return np.where(np.isfinite(rounded), rounded, array)
 

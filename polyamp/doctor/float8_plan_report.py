@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from polyamp.display import first_lines
+from polyamp.display import first_lines, table_lines
 from polyamp.doctor.float8_plan_data import LAYER_HEADING, Float8PlanFindings, layer_rows
 from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.recipe.float8 import FLOAT8_OVERRIDE
@@ -60,7 +60,7 @@ class Float8PlanReport(Float8PlanFindings, frozen=True, kw_only=True):
         how = "compiled" if self.compiled else "eager"
         lines = [self.verdict(), f"{self.backend}, {self.policy}; {self.device}{label}, {how}"]
         if self.layers:
-            lines += ["", *_table(self)]
+            lines += ["", *table_lines([LAYER_HEADING, *layer_rows(self)])]
         if self.overrides:
             lines += ["", f"overrides = {self.overrides!r}"]
         return "\n".join(lines)
@@ -83,10 +83,3 @@ class Float8PlanReport(Float8PlanFindings, frozen=True, kw_only=True):
         from polyamp.report_page.page_files import save_page
 
         return save_page(float8_plan_page(self), path, data=self.to_dict())
-
-
-def _table(found: Float8PlanFindings) -> list[str]:
-    """Return the lines of the table, columns aligned."""
-    rows = [LAYER_HEADING, *layer_rows(found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,16 +1,31 @@
 """S11: clipping of the unscaled gradients, by their norm or by value.
 
-`clip_gradients` is the one function that a backend applies to gradients. torch's kernels take `clip_factor` in the
-divisor that unscales, and clamp in place.
+`gradient_clip` has the ways to clip. `clip_gradients` is the one function that a backend applies to gradients; a
+backend that writes in place, or unscales and clips with one divisor, takes a `GradientClip` apart itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.recipe.clip_limits import ClipLimits
+
+
+class GradientClip(NamedTuple):
+    """How gradients are clipped that are clipped together: by a factor, by a function of each one, or not at all.
+
+    Attributes:
+        factor: `factor(norm, xp=...)`, norm of these gradients -> the factor of all of them, scalars; or None.
+        transformation: gradient, namespace -> the clipped gradient; or None. It may overwrite its argument.
+        apart: whether no factor or function is common to all gradients, because they are clipped in several sets.
+    """
+
+    factor: Callable[..., Any] | None = None
+    transformation: Callable[[Any, ArrayNamespace], Any] | None = None
+    apart: bool = False
 
 
 class ClipSet(NamedTuple):
@@ -25,6 +40,40 @@ class ClipSet(NamedTuple):
     places: tuple[int, ...]
 
 
+class SetClip(NamedTuple):
+    """How the gradients of one set are clipped, with the set's factor computed.
+
+    Attributes:
+        places: the indices of those that are not None.
+        factor: their factor, a scalar, or None.
+        transformation: see `GradientClip`.
+    """
+
+    places: list[int]
+    factor: Any
+    transformation: Callable[[Any, ArrayNamespace], Any] | None
+
+
+def gradient_clip(limits: ClipLimits) -> GradientClip:
+    """Return how gradients are clipped by limits.
+
+    >>> from polyamp.array_namespace import PYTHON
+    >>> gradient_clip(ClipLimits(norm=1.0)).factor(4.0, xp=PYTHON)
+    0.25
+    >>> gradient_clip(ClipLimits(value=1.5)).transformation(-2.0, PYTHON)
+    -1.5
+    """
+    if limits.norm is not None:
+        return GradientClip(factor=functools.partial(clip_factor, max_norm=limits.norm, eps=limits.eps))
+    if limits.value is not None:
+        return GradientClip(transformation=functools.partial(_limit_elements, limits.value))
+    return GradientClip()
+
+
+def _limit_elements(largest: float, grad: Any, xp: ArrayNamespace) -> Any:
+    return xp.clip(grad, -largest, largest)
+
+
 def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace, eps: float = 0.0) -> Any:
     """Return the factor for clipping by global norm: `max_norm / max(norm + eps, max_norm)`, at most 1.
 
@@ -36,27 +85,48 @@ def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace, eps: float = 0.0
     return limit / xp.maximum(norm + eps if eps else norm, limit)
 
 
-def clip_transformation(limits: ClipLimits, norm: Any, xp: ArrayNamespace) -> Callable[[Any], Any]:
-    """Return the function that clips one gradient.
+def clip_sets(limits: Sequence[tuple[Hashable, ClipLimits]]) -> list[ClipSet]:
+    """Return which gradients are clipped together; every one lies in one set.
 
     Args:
-        limits: the recipe's.
-        norm: global norm of all gradients, scalar.
-        xp: the framework's array namespace.
+        limits: for each parameter, in order, a name for those that are clipped together, and their limits.
 
-    >>> from polyamp.array_namespace import PYTHON
-    >>> clip_transformation(ClipLimits(norm=1.0), 4.0, PYTHON)(2.0)
-    0.5
-    >>> clip_transformation(ClipLimits(value=1.5), 4.0, PYTHON)(-2.0)
-    -1.5
+    >>> sets = clip_sets([("a", ClipLimits(1.0)), ("b", ClipLimits(1.0)), ("a", ClipLimits(1.0))])
+    >>> [places for _, places in sets]
+    [(0, 2), (1,)]
     """
-    if limits.norm is not None:
-        factor = clip_factor(norm, limits.norm, xp, limits.eps)
-        return lambda grad: grad * xp.asarray(factor, grad)
-    if limits.value is not None:
-        largest = limits.value
-        return lambda grad: xp.minimum(xp.maximum(grad, xp.asarray(-largest, grad)), xp.asarray(largest, grad))
-    return lambda grad: grad
+    found: dict[tuple[Hashable, ClipLimits], list[int]] = {}
+    for place, key in enumerate(limits):
+        found.setdefault(key, []).append(place)
+    return [ClipSet(own, tuple(places)) for (_, own), places in found.items()]
+
+
+def plan_clips(
+    sets: Sequence[ClipSet],
+    present: Sequence[bool],
+    norm: Any,
+    norms_of: Callable[[list[list[int]]], Sequence[Any]],
+    xp: ArrayNamespace,
+) -> list[SetClip]:
+    """Return how each set with a gradient is clipped.
+
+    Args:
+        sets: the result of `clip_sets`.
+        present: for each parameter whether it has a gradient.
+        norm: norm of all gradients, scalar, for a single set; None to have it from `norms_of`.
+        norms_of: several lists of indices of gradients -> the norm of each list, scalars. Called at most once, only if
+            norms are needed.
+        xp: the framework's array namespace of scalars.
+    """
+    own = [(gradient_clip(limits), [place for place in places if present[place]]) for limits, places in sets]
+    own = [(how, places) for how, places in own if places]
+    by_norm = [places for how, places in own if how.factor is not None]
+    known = not by_norm or (norm is not None and len(sets) == 1)
+    norms = iter([norm] * len(by_norm) if known else norms_of(by_norm))
+    return [
+        SetClip(places, None if how.factor is None else how.factor(next(norms), xp=xp), how.transformation)
+        for how, places in own
+    ]
 
 
 def clip_gradients(
@@ -65,10 +135,10 @@ def clip_gradients(
     """Return the clipped gradients.
 
     Args:
-        sets: the result of `GroupMembers.clip_sets`.
+        sets: the result of `clip_sets`.
         grads: one gradient per parameter, in order; None stays None.
-        norm: norm of all gradients, scalar.
-        norm_of: indices of gradients -> their norm, a scalar like `norm`. Called if there are several sets.
+        norm: norm of all gradients, scalar, for a single set; None to have it from `norm_of`.
+        norm_of: indices of gradients -> their norm, a scalar like `norm`.
         xp: the framework's array namespace.
 
     >>> from polyamp.array_namespace import PYTHON
@@ -77,11 +147,9 @@ def clip_gradients(
     [1.0, None, 4.0]
     """
     clipped = list(grads)
-    for limits, places in sets:
-        own = [place for place in places if grads[place] is not None]
-        if own:
-            of_set = norm if len(sets) == 1 or limits.norm is None else norm_of(own)
-            transform = clip_transformation(limits, of_set, xp)
-            for place in own:
-                clipped[place] = transform(grads[place])
+    present = [grad is not None for grad in grads]
+    for places, factor, transformation in plan_clips(sets, present, norm, lambda many: list(map(norm_of, many)), xp):
+        for place in places:
+            grad = grads[place] if factor is None else grads[place] * xp.asarray(factor, grads[place])
+            clipped[place] = grad if transformation is None else transformation(grad, xp)
     return clipped

@@ -18,7 +18,7 @@ from polyamp.recipe.optimizer_spec import ParameterFacts
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.records import Record
-from polyamp.rules.clip import ClipSet
+from polyamp.rules.clip import ClipSet, GradientClip, clip_sets, gradient_clip
 from polyamp.rules.parameter_kinds import ParameterLeaf, find_embeddings, paths_of_kind
 from polyamp.schedules import ScaledSchedule
 
@@ -70,6 +70,13 @@ class GroupHyperparameters(NamedTuple):
         """The spec with the scale in its learning rate; a framework's own optimizer unchanged."""
         return self.spec if self.scale == 1.0 else self.spec.replace(learning_rate=self.learning_rate)
 
+    def clip_limits(self, limits: ClipLimits) -> tuple[int | None, ClipLimits]:
+        """Return which group clips the parameters together, None for the recipe, and the limits, given the recipe's."""
+        if self.clip is None:
+            return None, limits
+        group, norm, value = self.clip
+        return group, ClipLimits(norm, value, 0.0 if norm is None else limits.eps)
+
     def rate(self, count: Any, xp: ArrayNamespace) -> Any:
         """Return the rate of the update after `count` applied ones, as a scalar of `count`'s framework (S13)."""
         rate = self.learning_rate
@@ -87,14 +94,12 @@ class GroupMembers(Record):
         distinct, numbers: as given.
         order: the indices without the paths.
         starts: path -> number of applied updates before the parameter's first update, where it is not 0.
-        has_clips: whether a group has limits of its own.
     """
 
     distinct: Sequence[GroupHyperparameters]
     numbers: Mapping[str, int]
     order: ClassVar[tuple[int, ...]]  # per instance, no field
     starts: ClassVar[Mapping[str, int]]  # per instance, no field
-    has_clips: ClassVar[bool]  # per instance, no field
 
     def __post_init__(self) -> None:
         self._set_field("distinct", tuple(self.distinct))
@@ -102,7 +107,6 @@ class GroupMembers(Record):
         self._set_field("order", tuple(self.numbers.values()))
         starts = {path: self.distinct[number].start for path, number in self.numbers.items()}
         self._set_field("starts", {path: start for path, start in starts.items() if start})
-        self._set_field("has_clips", any(member.clip is not None for member in self.distinct))
 
     def _key(self) -> tuple[Any, ...]:
         return self.distinct, tuple(self.numbers.items())
@@ -125,9 +129,10 @@ class GroupMembers(Record):
         """Return the hyperparameters of every parameter, in the parameters' order."""
         return [self.distinct[number] for number in self.order]
 
-    def common_clip(self, limits: ClipLimits) -> ClipLimits:
-        """Return the recipe's limits, or none if a group has its own, so that the gradients have several norms."""
-        return ClipLimits() if self.has_clips else limits
+    def common_clip(self, limits: ClipLimits) -> GradientClip:
+        """Return how all gradients are clipped, given the recipe's limits."""
+        sets = self.clip_sets(limits)
+        return gradient_clip(sets[0].limits) if len(sets) == 1 else GradientClip(apart=True)
 
     def clip_sets(self, limits: ClipLimits) -> list[ClipSet]:
         """Return which parameters are clipped together, and how (S11); every parameter lies in one set.
@@ -135,17 +140,7 @@ class GroupMembers(Record):
         Args:
             limits: the recipe's, for the parameters without limits of a group.
         """
-        sets: dict[GroupClip | None, list[int]] = {}
-        for place, member in enumerate(self.each()):
-            sets.setdefault(member.clip, []).append(place)
-        eps = limits.eps
-        return [
-            ClipSet(
-                limits if own is None else ClipLimits(own.norm, own.value, 0.0 if own.norm is None else eps),
-                tuple(places),
-            )
-            for own, places in sets.items()
-        ]
+        return clip_sets([member.clip_limits(limits) for member in self.each()])
 
     def __repr__(self) -> str:
         lines = [f"Members of {len(self.numbers)} parameters:"]

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from polyamp.float_formats import DTYPE_ALIASES
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -65,9 +67,10 @@ def _array_from_info(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     import ml_dtypes
     import numpy as np
 
-    names = {"BF16": ml_dtypes.bfloat16, "BOOL": np.bool_, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+    names = {**DTYPE_ALIASES, "bool": "bool"}
     letter = info["dtype"]
-    dtype = np.dtype(names[letter] if letter in names else f"{letter[0].lower()}{int(letter[1:]) // 8}")
+    name = names.get(letter.lower()) or f"{letter[0].lower()}{int(letter[1:]) // 8}"
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
     if letter == "BOOL" and max(info["data"], default=0) > 1:
         raise ValueError("a boolean that is neither 0 nor 1")
     return np.frombuffer(info["data"], dtype).reshape(info["shape"]).copy()

@@ -13,10 +13,10 @@ import torch
 
 from polyamp.array_namespace import array_namespace
 from polyamp.errors import UnsupportedError
-from polyamp.float_formats import HALF_DTYPES
+from polyamp.float_formats import HALF_DTYPES, ML_DTYPES
 from polyamp.recipe.float8 import SECOND_DERIVATIVES
 from polyamp.rules.process_setting import ProcessSetting
-from polyamp_keras.arrays import native_variable
+from polyamp_keras.arrays import dtype_name, native_variable
 from polyamp_keras.compat import replace_assignments, stored_value
 from polyamp_keras.engines.differentiation import Differentiation, HostArray, ObservedCall
 from polyamp_keras.engines.torch_compat import foreach_divide, foreach_norm
@@ -137,9 +137,10 @@ def to_dense(gradient: Any, like: Any) -> Any:
 def host_values(variable: Any) -> HostArray:
     """Return a copy of the values of a variable or tensor on the host."""
     value = native_variable(variable).detach().cpu()
-    narrow = value.dtype == torch.bfloat16  # which NumPy has not
-    values: HostArray = np.array((value.float() if narrow else value).numpy())
-    return values.astype("bfloat16") if narrow else values
+    name = dtype_name(value)
+    foreign = name in ML_DTYPES  # which torch does not exchange with NumPy
+    values: HostArray = np.array((value.float() if foreign else value).numpy())
+    return values.astype(name) if foreign else values
 
 
 def from_host(values: HostArray) -> Any:

@@ -73,15 +73,14 @@ def _run_inner(call: ApplyCall, unscaled: list[Any]) -> None:
     variables = call.all_variables
     gradients = [known.get(id(variable)) for variable in variables]  # Keras warns of those that are None
     limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value, optimizer.clip_eps)
-    sets = [clip.ClipSet(limits, tuple(range(len(variables))))]
     if isinstance(inner, SpecOptimizer):
         sets = inner.clip_sets(variables, limits)
+    else:
+        sets = clip.clip_sets([(None, limits)] * len(variables))
 
     def norm_of(places: list[int]) -> Any:
         return ENGINE.global_norm([gradients[place] for place in places])
 
-    by_norm = len(sets) == 1 and sets[0].limits.norm is not None
-    norm = ENGINE.global_norm(unscaled) if by_norm else None
     averages = [
         (average, ENGINE.copy_value(average), keras.ops.equal(native_variable(member.iterations), 0))
         for member in optimizer_members(inner)
@@ -89,7 +88,7 @@ def _run_inner(call: ApplyCall, unscaled: list[Any]) -> None:
         for variable, average in moving_averages(member)
         if id(variable) in unused
     ]
-    inner.apply(clip.clip_gradients(sets, gradients, norm, norm_of, ENGINE.XP), variables)
+    inner.apply(clip.clip_gradients(sets, gradients, None, norm_of, ENGINE.XP), variables)
     for average, value, is_first in averages:  # the first update sets an average to the parameter
         average.assign(keras.ops.where(is_first, native_variable(average), value))
 

@@ -18,7 +18,7 @@ from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.serialization import record_from_data, to_plain_data
-from polyamp.rules.clip import ClipSet
+from polyamp.rules.clip import ClipSet, clip_sets
 from polyamp.rules.group_members import GroupClip, GroupHyperparameters, GroupMembers, resolve_group_members
 from polyamp_keras.arrays import at_least_float32, dtype_name, native_variable, read_value
 from polyamp_keras.compat import own_trainable_variables, variable_index
@@ -157,11 +157,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
 
     def clip_sets(self, variables: list[Any], limits: ClipLimits) -> list[ClipSet]:
         """Return which of the variables are clipped together, by their indices in this list (S11)."""
-        if not self.groups.has_clips:
-            return [ClipSet(limits, tuple(range(len(variables))))]
-        at = {variable_index(self, variable): place for place, variable in enumerate(variables)}
-        sets = self.groups.clip_sets(limits)
-        return [ClipSet(own, tuple(at[index] for index in places if index in at)) for own, places in sets]
+        return clip_sets([self._member(variable_index(self, each)).clip_limits(limits) for each in variables])
 
     def _member(self, index: int) -> GroupHyperparameters:
         return self.groups.distinct[self._number(index)]

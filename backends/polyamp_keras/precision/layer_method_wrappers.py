@@ -25,7 +25,7 @@ from polyamp_keras.precision.output_casts import LOSSES_READ, cast_output, round
 FLOAT8_CALL: Final = "_polyamp_float8_call"
 """Attribute of a layer: its own `call` with its product in 8 bits (S36), while a policy is applied."""
 _CANONICAL_DTYPES: Final = {"half": "float16", "float": "float32", "double": "float64"}
-_DTYPE_PATTERN: Final = r"\b(float16|bfloat16|float32|float64|half|float|double)\b"
+_DTYPE_PATTERN: Final = rf"\b({'|'.join((*FORMATS, *_CANONICAL_DTYPES))})\b"
 _BYTES: Final = {name: form.bytes for name, form in FORMATS.items()}
 
 

@@ -123,7 +123,7 @@ def run_optimizer(
     if isinstance(optimizer, SpecOptimizer):
         sets = optimizer.clip_sets(variables, limits)
     else:
-        sets = [clip.ClipSet(limits, tuple(range(len(variables))))]
+        sets = clip.clip_sets([(None, limits)] * len(variables))
 
     def update(gradients: list[Any], norm: Any) -> None:
         given = iter(gradients)

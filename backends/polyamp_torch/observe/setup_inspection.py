@@ -24,9 +24,10 @@ from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import uncompiled_module
 from polyamp_torch.observe.model_copy import copy_model
 from polyamp_torch.observe.torch_only.casting_reports import explain_as_is
-from polyamp_torch.observe.torch_only.step_calls import preserve_random_state, record_step_calls
+from polyamp_torch.observe.torch_only.step_calls import record_step_calls
 from polyamp_torch.precision.op_list import TORCH_OP_FAMILIES
 from polyamp_torch.precision.torch_only.unwrapped_paths import path_function
+from polyamp_torch.step.torch_only.random_state import preserve_random_states
 
 _KERNELS: Final = {
     "softmax": "safe_softmax masked_softmax",
@@ -63,7 +64,7 @@ def inspect_setup(setup: TrainingSetup) -> SetupFigures:
         records_steps=True,
     )
     if setup.runs:
-        with preserve_random_state():
+        with preserve_random_states(model):
             figures = _measure_pass(figures, setup, weights, float(scaler.get_scale()) if scales else 1.0)
     if setup.step is not None:
         figures = msgspec.structs.replace(figures, calls=record_step_calls(setup.step, model, optimizer, scaler))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polyamp.display import table_lines
 from polyamp_torch.arrays import dtype_name
 from polyamp_torch.own_loop.gradients import has_gradients, optimizer_parameters
 
@@ -77,10 +78,7 @@ def non_finite_names(report: SkipReport) -> list[str]:
 def _format_table(rows: tuple[NonFinite, ...]) -> list[str]:
     cells = [("parameter", "shape", "dtype", "inf", "nan")]
     cells += [(row.name, str(row.shape), row.dtype, str(row.inf), str(row.nan)) for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    left = ["  ".join(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False)) for line in cells]
-    right = ["  ".join(cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)) for line in cells]
-    return [f"{a}  {b}" for a, b in zip(left, right, strict=True)]
+    return table_lines(cells, right=2)
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,26 +14,24 @@ from torch import nn
 
 from polyamp.porting.layouts.input_order import InputOrder, InputOrderRecorder, ValueFlow
 from polyamp_torch.compat import has_plain_call
-from polyamp_torch.porting.layers import stateless_layers
+from polyamp_torch.porting.layers import stateless_layers, weight_layers
+from polyamp_torch.porting.layers.layer_record import LayerReader
 
-_CONVOLUTIONS: Final = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-_NORMS: Final = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+
+def _classes_read_by(*readers: LayerReader) -> tuple[type, ...]:
+    named = {**weight_layers.READERS, **stateless_layers.READERS}
+    return tuple(kind for kind, read in named.items() if read in readers)
+
+
+_CONVOLUTIONS: Final = _classes_read_by(weight_layers.convolution, weight_layers.transposed_convolution)
+_NORMS: Final = _classes_read_by(weight_layers.batch_norm, weight_layers.instance_norm, weight_layers.group_norm)
 _ELEMENTWISE: Final = (
-    *(kind for kind, read in stateless_layers.READERS.items() if read is stateless_layers.activation),
+    *_classes_read_by(stateless_layers.activation),
     *(nn.GELU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Softplus, nn.Hardtanh, nn.Dropout, nn.AlphaDropout),
 )
 _PER_CHANNEL: Final = (
-    *(kind for kind, read in stateless_layers.READERS.items() if read is stateless_layers.pooling),
+    *_classes_read_by(stateless_layers.pooling, stateless_layers.adaptive_pooling, stateless_layers.resize),
     *(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-    *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
 )
 
 

@@ -14,13 +14,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from polyamp.recipe.clip_limits import ClipLimits
-from polyamp.rules import clip
+from polyamp.rules.clip import GradientClip
 from polyamp_torch.arrays import XP, can_read_without_sync
 from polyamp_torch.compat import (
     flatten_dense_tensors,
-    foreach_clamp_max_,
-    foreach_clamp_min_,
     foreach_div_,
     foreach_norm,
 )
@@ -107,21 +104,21 @@ def scale_reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def unscale_and_clip_divisor(norm: torch.Tensor, scale: torch.Tensor | None, limits: ClipLimits) -> torch.Tensor | None:
-    """Return the divisor that unscales and clips the gradients: `scale / clip_factor`.
+def unscale_and_clip_divisor(norm: torch.Tensor, scale: torch.Tensor | None, how: GradientClip) -> torch.Tensor | None:
+    """Return the divisor that unscales and clips the gradients: the scale over the clip's factor.
 
     Args:
         norm: norm of the unscaled gradients, float64 scalar.
         scale: the scale of the gradients, or None.
-        limits: limits of the gradients (S11).
+        how: how the gradients are clipped together (S11).
 
     Returns:
         A float64 scalar on the device of `norm`; None if no division is needed.
     """
     whole = None if scale is None else scale.to(norm.device, torch.float64)
-    if limits.norm is None:
+    if how.factor is None:
         return whole
-    factor = clip.clip_factor(norm, limits.norm, XP, limits.eps)
+    factor = how.factor(norm, xp=XP)
     by: torch.Tensor = factor.reciprocal() if whole is None else whole / factor
     return by
 
@@ -130,13 +127,6 @@ def divide_gradients_(grads: list[torch.Tensor], by: torch.Tensor, *, alike: boo
     """Divide gradients in place by a float64 scalar, first rounded to their dtype, at least float32."""
     for bucket in [grads] if alike else bucket_by_device_and_dtype(grads):
         foreach_div_(bucket, cast_scalar_for_bucket(bucket, by))
-
-
-def clamp_gradients_(grads: list[torch.Tensor], largest: float, *, alike: bool = False) -> None:
-    """Clip gradients by value in place: to `[-largest, largest]` (S11)."""
-    for bucket in [grads] if alike else bucket_by_device_and_dtype(grads):
-        foreach_clamp_min_(bucket, -largest)
-        foreach_clamp_max_(bucket, largest)
 
 
 def unscale_then_clip_(grads: list[torch.Tensor], scale: torch.Tensor | None, factor: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from polyamp.array_namespace import PYTHON
 from polyamp.errors import GradientError, UnsupportedError
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, step_checks
+from polyamp.rules import step_checks
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_torch.arrays import XP, can_read_without_sync
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
@@ -27,7 +27,6 @@ from polyamp_torch.precision.torch_only.autocast_region_stack import shield
 from polyamp_torch.step import optimizers
 from polyamp_torch.step.forward_backward import NamedGradients, stash_grads
 from polyamp_torch.step.grad_stats import (
-    clamp_gradients_,
     divide_gradients_,
     global_norm_and_finite,
     unscale_and_clip_divisor,
@@ -39,15 +38,13 @@ from polyamp_torch.step.parameter_writes import GradientWrites, ParameterWrites
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers, late_groups
 from polyamp_torch.step.torch_only.critical_section import DeferInterrupts, acquire_all
+from polyamp_torch.step.torch_only.gradient_clip import SAFE_SCALE_RANGE, clip_sets_, transform_gradients_
 from polyamp_torch.step.torch_only.parameter_write_broadcast import broadcast_writes, has_unannounced_writes
-from polyamp_torch.step.torch_only.replica_norms import LocalStepScalars, global_norms, reduce_step_scalars
+from polyamp_torch.step.torch_only.replica_norms import LocalStepScalars, reduce_step_scalars
 
 if TYPE_CHECKING:
     from polyamp.monitor.slots import MonitorSelection
     from polyamp_torch.distributed.all_reduce import AsyncStepScalars
-
-_SAFE_SCALE_RANGE: Final = (2.0**-100, 2.0**100)
-"""Range of the divisors whose quotients are as exact as float32 allows."""
 
 
 class StepReduction:
@@ -256,7 +253,7 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
 
     Off the CPU, gradients count as not finite if the divisor leaves float32: above 3.4e38 * clip_norm before unscaling.
     """
-    limits, scale, reduction = state.common_clip, grads.scale, grads.reduction
+    how, scale, reduction = state.common_clip, grads.scale, grads.reduction
     values = state.plain(grads.values)
     if state.replicas.several:
         norm, finite, scale = _all_reduce_grad_stats(state, grads, values)
@@ -267,8 +264,8 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
         weight = grads.weight if reduction is None else reduction.weight
         least = state.scaler.min_scale if weight is None else 0.0
         norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
-    by = unscale_and_clip_divisor(norm, scale, limits)
-    if by is not None and limits.norm is not None and not can_read_without_sync(norm.device):
+    by = unscale_and_clip_divisor(norm, scale, how)
+    if by is not None and how.factor is not None and not can_read_without_sync(norm.device):
         finite = finite & torch.isfinite(by.float())
     return _MeasuredGradients(GradStats(norm.float(), finite, weight), norm, values, by, scale)
 
@@ -306,9 +303,9 @@ def _update(
         number = None if by is None else by.item()
     if number == 1.0:
         by = None
-    values, largest, apart = grads.values, state.common_clip.value, state.groups.has_clips
+    values, (_, transformation, apart) = grads.values, state.common_clip
     if grads.places is not None:
-        if by is not None or largest is not None or apart:
+        if by is not None or transformation is not None or apart:
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
@@ -323,10 +320,10 @@ def _update(
     values = measured.values if values is grads.values else state.plain(values)
     if by is not None:
         by = _divide_unless_fused(state, values, measured, by, number)
-    if largest is not None:
-        clamp_gradients_(values, largest, alike=state.one_device)
+    if transformation is not None:
+        transform_gradients_(values, transformation, alike=state.one_device)
     elif apart:
-        _clip_sets_(state, parameters, values)
+        clip_sets_(state, parameters, values)
     trains = late_groups.group_flags(state) if starts else None
     with NULL_CONTEXT if shards is None else shards.inside(state.optimizer, parameters, values):
         optimizers.apply_optimizer(
@@ -343,30 +340,6 @@ def _update(
         )
     for p in grads.places or ():  # another state may share the parameter, with a differently clipped gradient
         p.grad = None
-
-
-def _clip_sets_(state: TorchState, parameters: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Clip the unscaled gradients of each set in place, by its own limits (S27)."""
-    known = {id(p): (p, value) for p, value in zip(parameters, values, strict=True)}
-    every = list(state.parameters.values())
-    sets = []
-    for limits, places in state.groups.clip_sets(state.recipe.clip):
-        own = [known[id(every[place])] for place in places if id(every[place]) in known]
-        if own and any(limit is not None for limit in (limits.norm, limits.value)):
-            sets.append((limits, [p for p, _ in own], [value for _, value in own]))
-    by_norm = [(limits, own, grads) for limits, own, grads in sets if limits.norm is not None]
-    members = [(own, grads) for _, own, grads in by_norm]
-    norms = global_norms(state.replicas, members, alike=state.one_device) if by_norm else []
-    for (limits, _, grads), norm in zip(by_norm, norms, strict=True):
-        assert limits.norm is not None
-        factor = clip.clip_factor(norm, limits.norm, XP, limits.eps)
-        if can_read_without_sync(state.device) and factor.item() < 1.0 / _SAFE_SCALE_RANGE[1]:
-            unscale_then_clip_(grads, None, factor)
-        else:
-            divide_gradients_(grads, factor.reciprocal(), alike=state.one_device)
-    for limits, _, grads in sets:
-        if limits.value is not None:
-            clamp_gradients_(grads, limits.value, alike=state.one_device)
 
 
 def _parameters_with_gradients(state: TorchState, grads: UpdateGradients) -> list[torch.Tensor]:
@@ -411,11 +384,11 @@ def _divide_unless_fused(
     number: float | None,
 ) -> torch.Tensor | None:
     """Divide the gradients unless the optimizer's kernels can; return the remaining divisor."""
-    limits = state.common_clip
-    if number is not None and not _SAFE_SCALE_RANGE[0] < number < _SAFE_SCALE_RANGE[1] and limits.norm is not None:
-        unscale_then_clip_(values, measured.scale, clip.clip_factor(measured.norm, limits.norm, XP, limits.eps))
+    factor, transformation, apart = state.common_clip
+    if factor is not None and number is not None and not SAFE_SCALE_RANGE[0] < number < SAFE_SCALE_RANGE[1]:
+        unscale_then_clip_(values, measured.scale, factor(measured.norm, xp=XP))
         return None
-    if optimizers.has_grad_scale(state.optimizer) and limits.value is None and not state.groups.has_clips:
+    if optimizers.has_grad_scale(state.optimizer) and transformation is None and not apart:
         return by.float()
     divide_gradients_(values, by, alike=state.one_device)
     return None

@@ -16,6 +16,7 @@ from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.errors import ArgumentError, PortError, RecipeError, UnsupportedError
+from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.parity.execution.default_loss import random_target_loss
 from polyamp.parity.execution.row_orders import MAX_SAMPLES, likeliest_orders, settle_orders
 from polyamp.parity.execution.trace_recorder import (
@@ -422,6 +423,6 @@ class Participant:
 
 
 def _float64_array(array: Lazy, dtype: Any) -> Lazy:
-    if array.dtype.kind != "f" and str(array.dtype) != "bfloat16":
+    if str(array.dtype) not in FLOAT_DTYPES:
         return array
     return Lazy(array.shape, dtype, lambda: array.read().astype(dtype))

@@ -32,25 +32,23 @@ import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.files import missing_file_error, write_atomically
+from polyamp.float_formats import FORMATS
 from polyamp.porting.files.strided_copies import as_contiguous
 from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.progress import progress_bar
 from polyamp.train.checkpoint_tensors import BLANK_DIGEST, PARSE_ERRORS, content_digest, seal_content
 
 _DTYPES: Final = {
+    **{each.aliases[0].upper(): each.name for each in FORMATS.values()},
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
     "U16": "uint16",
     "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
     "U32": "uint32",
     "I32": "int32",
-    "F32": "float32",
     "U64": "uint64",
     "I64": "int64",
-    "F64": "float64",
     "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",

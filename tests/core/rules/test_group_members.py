@@ -10,8 +10,9 @@ import pytest
 
 import polyamp
 from polyamp import Group, PolicyError, PolyampError, Recipe, RecipeError, adamw, no_decay, schedules, sgd
+from polyamp.array_namespace import PYTHON
 from polyamp.recipe.clip_limits import ClipLimits
-from polyamp.rules.clip import ClipSet
+from polyamp.rules.clip import ClipSet, GradientClip
 from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.parameter_kinds import ParameterLeaf
 
@@ -227,10 +228,10 @@ def test_s27_which_parameters_are_clipped_together() -> None:
     by_norm, by_value = ClipLimits(1.0, None, 1e-6), ClipLimits(value=0.5)
     sets = [ClipSet(by_norm, (0,)), ClipSet(by_value, (1, 2)), ClipSet(by_norm, (3,))]
     assert found.clip_sets(ClipLimits(norm=2.0, eps=1e-6)) == sets
-    assert found.has_clips
-    assert found.common_clip(ClipLimits(norm=2.0)) == ClipLimits()
+    assert found.common_clip(ClipLimits(norm=2.0)) == GradientClip(apart=True)
     assert "clip_value 0.5" in repr(found)
     plain = resolved(adamw(groups=no_decay("vector")))
-    assert not plain.has_clips
-    assert plain.common_clip(ClipLimits(norm=2.0)) == ClipLimits(norm=2.0)
+    common = plain.common_clip(ClipLimits(norm=2.0))
+    assert common.factor is not None
+    assert (common.factor(4.0, xp=PYTHON), common.transformation, common.apart) == (0.5, None, False)
     assert [limits for limits, _ in plain.clip_sets(ClipLimits(norm=2.0))] == [ClipLimits(norm=2.0)]

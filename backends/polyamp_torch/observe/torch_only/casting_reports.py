@@ -106,7 +106,7 @@ def count_operations(
             f"explain: one model, as the target or among the inputs. Received: {len(given)} models. Put them into one "
             "nn.ModuleDict."
         )
-    with _unchanged_generators():
+    with torch.random.fork_rng():
         if not given:
             counter = make_counter(policy.plan())
             call = wrap_function(target, policy.plan())
@@ -218,7 +218,3 @@ def _copied(inputs: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
     return [map_tree(copied, each) for each in inputs]
-
-
-def _unchanged_generators() -> contextlib.AbstractContextManager[None]:
-    return torch.random.fork_rng()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +20,7 @@ from polyamp.errors import ArgumentError
 from polyamp.linter.setup_figures import StepCall
 from polyamp_torch.observe.torch_only.attribute_snapshot import preserve_attributes
 from polyamp_torch.porting.inventory import module_tensors
+from polyamp_torch.step.torch_only.random_state import preserve_random_states
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 """Functions of `torch.nn.utils`; the last one is newer than the oldest supported torch."""
@@ -101,19 +100,6 @@ def _code(function: Any) -> CodeType:
 
 
 @contextlib.contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Context manager that puts the generators of torch, NumPy and Python back."""
-    python = random.getstate()
-    array = np.random.get_state()  # noqa: NPY002  # the global generator is what a program may draw from
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)  # noqa: NPY002  # as above
-
-
-@contextlib.contextmanager
 def preserve_training(model: nn.Module, optimizer: Any, scaler: Any) -> Iterator[None]:
     """Context manager that puts back a model's tensors, gradients and attributes, the state and settings of its
     optimizer and scaler, and the random generators."""
@@ -126,7 +112,7 @@ def preserve_training(model: nn.Module, optimizer: Any, scaler: Any) -> Iterator
     dicts += [vars(scaler)] if scaler is not None else []
     contents = [_DictSnapshot(each) for each in dicts]
     try:
-        with preserve_attributes(model), preserve_random_state():
+        with preserve_attributes(model), preserve_random_states(model):
             yield
     finally:
         for content in contents:

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import torch
 
 from polyamp.errors import PortError
 from polyamp.porting.files.strided_copies import as_contiguous, copy_into
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp_torch.arrays import dtype_name, from_numpy, memory_address
+from polyamp_torch.arrays import CARRIER_DTYPES, FOREIGN_DTYPES, dtype_name, from_numpy, memory_address, shared_array
 
 Array = np.ndarray[Any, Any]
 
-_ML_DTYPES: Final = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-"""Dtypes that NumPy gets from ml_dtypes, under the same names."""
 _LARGE_COPY: Final = 1 << 16
-_CARRIER_DTYPES: Final = {1: torch.uint8, 2: torch.int16}
-"""Bytes of an element -> a dtype that both NumPy and torch support, used to pass memory between them."""
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     """Return the NumPy dtype of a torch dtype; None if there is none."""
-    name = dtype_name(dtype)
+    if dtype in FOREIGN_DTYPES:
+        return FOREIGN_DTYPES[dtype]
     try:
-        known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name) if name in _ML_DTYPES else name)
+        known: np.dtype[Any] = np.dtype(dtype_name(dtype))
     except TypeError:  # quantized dtypes, complex32, sub-byte dtypes
         return None
     return known
@@ -59,14 +55,7 @@ def as_array(tensor: torch.Tensor, name: str = "") -> Array:
             f"{name!r} is on the meta device, so it has no values to move. Give the model memory and weights first "
             '(model.to_empty(device="cpu"), then load_state_dict).'
         )
-    host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if dtype_name(host.dtype) not in _ML_DTYPES:
-        plain: Array = host.numpy()
-        return plain
-    dtype = numpy_dtype(host.dtype)
-    assert dtype is not None
-    foreign: Array = host.view(_CARRIER_DTYPES[dtype.itemsize]).numpy().view(dtype)
-    return foreign
+    return shared_array(tensor.detach().cpu().resolve_conj().resolve_neg())
 
 
 def write_tensor(tensor: torch.Tensor, array: Array) -> None:
@@ -79,15 +68,9 @@ def write_tensor(tensor: torch.Tensor, array: Array) -> None:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)  # so that autograd detects this write
         return
-    plain = as_contiguous(array)
-    known = numpy_dtype(tensor.dtype)
-    assert known is not None
-    foreign = dtype_name(tensor.dtype) in _ML_DTYPES
-    if foreign:
-        plain = plain.view(np.int16 if known.itemsize > 1 else np.uint8)
-    host = from_numpy(plain)
+    host = from_numpy(as_contiguous(array))
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-        tensor.detach().copy_(host.view(tensor.dtype) if foreign else host)
+        tensor.detach().copy_(host)
 
 
 class _ReadOnlyMemory:
@@ -102,8 +85,8 @@ class _ReadOnlyMemory:
 
 def _write_transposed(tensor: torch.Tensor, array: Array) -> None:
     """Copy the transpose of a whole matrix with torch's own copy, which is 1.5 times as fast here."""
-    if dtype_name(tensor.dtype) in _ML_DTYPES:
-        carrier = _CARRIER_DTYPES[array.dtype.itemsize]
+    if tensor.dtype in FOREIGN_DTYPES:
+        carrier = CARRIER_DTYPES[array.dtype.itemsize]
         tensor, array = tensor.detach().view(carrier), array.view(np.dtype(dtype_name(carrier)))
     lent = torch.from_numpy(np.asarray(_ReadOnlyMemory(array)))
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):

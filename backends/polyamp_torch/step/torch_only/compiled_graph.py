@@ -18,7 +18,6 @@ from torch import nn
 
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.monitor.slots import MonitorSelection
-from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import LossFunction, StepResult
@@ -197,7 +196,7 @@ class CompiledGraph:
     ) -> Any:
         """Run the whole step; this function is compiled. `shares` is None for micro-batches of equal rows."""
         check_retrace(self._watch)
-        recipe, scaler = self._recipe, self._scaler
+        scaler = self._scaler
         loss, auxes, total, now, whole, weight = self._sum_gradients(
             parameters, fixed, running, scale_state.scale, batches, shares
         )
@@ -210,14 +209,11 @@ class CompiledGraph:
             total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True
         )
         seen = [value.clone() for value in total] if self._monitor is not None else []
-        limits = ClipLimits() if self.groups.clips else recipe.clip
-        by = unscale_and_clip_divisor(norm, scale, limits)
+        by = unscale_and_clip_divisor(norm, scale, self.groups.common_clip)
         if by is not None:
             narrow = by if total[0].dtype == torch.float64 else by.float()
             finite = finite & torch.isfinite(narrow)
             total = [_to_float32(value) / narrow for value in total]
-        if limits.value is not None:
-            total = [value.clamp(-limits.value, limits.value) for value in total]
         total = self.groups.clip(self._used, total)
         stats = GradStats(norm.float(), finite, weight)
         decision = decide(scaler, scale_state, step, stats, [finite], "all", XP)

@@ -54,14 +54,14 @@ def list_random_state_problems(arrays: Mapping[str, Array], device: torch.device
 
 
 @contextlib.contextmanager
-def preserve_random_states(model: nn.Module, device: torch.device) -> Iterator[None]:
+def preserve_random_states(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """Context manager that restores the random states of torch, NumPy and Python, and of modules' generators, on
-    exit."""
+    exit; torch's on the host and on `device`, None for every device."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the stream that a program may use
     own = [each for part in model.modules() for each in vars(part).values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in own]
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(None if device is None else [device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)

@@ -31,7 +31,14 @@ def conv() -> nn.Module:
     return nn.Conv2d(3, 4, 3)
 
 
-@pytest.mark.parametrize("between", [(nn.Flatten(),), (nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.Flatten())])
+@pytest.mark.parametrize(
+    "between",
+    [
+        (nn.Flatten(),),
+        (nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.Flatten()),
+        (nn.SyncBatchNorm(4), nn.AdaptiveAvgPool2d(2), nn.Upsample(scale_factor=2), nn.Flatten()),
+    ],
+)
 def test_s30_a_flatten_in_a_sequential_is_one_of_channels_first(between: tuple[nn.Module, ...]) -> None:
     assert orders(conv(), *between, nn.Linear(24, 5)) == {str(len(between) + 1): InputOrder("0", "first")}
     assert orders(nn.Sequential(conv(), *between), nn.Linear(24, 5)) == {"1": InputOrder("0/0", "first")}

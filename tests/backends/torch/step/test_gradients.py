@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from polyamp.recipe.clip_limits import ClipLimits
+from polyamp.rules import clip, group_members
 from polyamp_torch.arrays import can_read_without_sync
 from polyamp_torch.step import grad_stats
 from polyamp_torch.step.grad_stats import global_norm, global_norm_and_finite, unscale_and_clip_divisor
@@ -162,9 +163,11 @@ def test_s10_every_number_counts_whatever_the_size_of_its_tensor(
 
 def test_s10_divisor_is_scale_times_excess() -> None:
     norm, scale = torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0)
-    assert unscale_and_clip_divisor(norm, None, ClipLimits()) is None
+    assert unscale_and_clip_divisor(norm, None, clip.gradient_clip(ClipLimits())) is None
     cases = ((scale, None, 0.0), (None, 2.0, 0.0), (scale, 2.0, 0.0), (scale, 16.0, 0.0), (scale, 2.0, 0.5))
-    found = [unscale_and_clip_divisor(norm, by, ClipLimits(limit, eps=eps)) for by, limit, eps in cases]
+    found = [
+        unscale_and_clip_divisor(norm, by, clip.gradient_clip(ClipLimits(limit, eps=eps))) for by, limit, eps in cases
+    ]
     assert [None if by is None else by.item() for by in found] == [8.0, 2.0, 16.0, 8.0, 18.0]
 
 
@@ -367,6 +370,27 @@ def test_s11_a_clip_by_value_is_torchs(name: str, compiled: bool, scale: float, 
         own.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("groups", [(), (polyamp.Group("bias", clip_value=3.0),)])
+def test_s11_another_rule_of_clipping_is_one_function(
+    groups: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rules.clip.gradient_clip` alone decides: here every gradient is halved, which makes new tensors."""
+    halving = clip.GradientClip(transformation=lambda grad, xp: grad * xp.asarray(0.5, grad))
+    for module in (clip, group_members):
+        monkeypatch.setattr(module, "gradient_clip", lambda limits: halving)
+    recipe = polyamp.Recipe(optimizer=polyamp.sgd(1.0, groups=groups), clip_value=2.0)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    twin = copy.deepcopy(model)
+    loss_fn(twin, {key: torch.from_numpy(value) for key, value in item(1.0, 0).items()}).backward()
+    step = polyamp.train_step(loss_fn, recipe, compile={"backend": "eager"} if compiled else False)
+    step(polyamp.init(model, recipe), item(1.0, 0))
+    for p, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(p, other - 0.5 * other.grad, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
