@@ -163,8 +163,7 @@ def chunked_causal_language_model(
 
 def _check_options(tokens: Any, ignore_index: int | None, z_loss: float, shift: bool, reduction: str) -> None:
     check_reduction(reduction)
-    if ignore_index is not None:
-        check_ignore_index(ignore_index, soft=False)
+    check_ignore_index(ignore_index, soft=False)
     check_z_loss(z_loss)
     if shift:
         check_shift(tokens)

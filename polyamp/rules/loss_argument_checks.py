@@ -25,6 +25,8 @@ def check_smoothing(smoothing: float) -> None:
 
 def check_ignore_index(ignore_index: Any, *, soft: bool) -> None:
     """Raise if `ignore_index` is not an integer, or is combined with probabilities."""
+    if ignore_index is None:
+        return
     try:
         operator.index(ignore_index)
     except TypeError:
