@@ -140,7 +140,8 @@ class GroupMembers(Record):
         Args:
             limits: the recipe's, for the parameters without limits of a group.
         """
-        return clip_sets([member.clip_limits(limits) for member in self.each()])
+        own = [member.clip_limits(limits) for member in self.distinct]
+        return clip_sets([own[number] for number in self.order])
 
     def __repr__(self) -> str:
         lines = [f"Members of {len(self.numbers)} parameters:"]
