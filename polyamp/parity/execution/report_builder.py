@@ -14,8 +14,8 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.parity.precisions import FLOAT64, Phase, recipe_data
-from polyamp.parity.report.report import Curve, Report
-from polyamp.parity.report_data import Comparison, Environment, Failure
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison, Curve, Environment, Failure
 from polyamp.parity.trace import trace as traces
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment

@@ -18,7 +18,8 @@ from matplotlib import image
 from matplotlib.colors import to_rgb
 
 from polyamp.parity.report import html_charts, html_page, png_charts
-from polyamp.parity.report.report import Comparison, ComparisonRow, Curve, Divergence, Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence
 from tests.core.parity import reports
 
 KINDS = reports.kinds()
