@@ -12,9 +12,15 @@ import msgspec
 
 from polyamp.errors import ArgumentError
 from polyamp.parity.execution.batch_checks import RepeatCheck, check_batches
-from polyamp.parity.execution.operation_pass import add_note, add_sites, failed_pass_note, make_request
 from polyamp.parity.execution.participant import Participant
-from polyamp.parity.execution.report_builder import SideRecord, build_report
+from polyamp.parity.execution.report_builder import (
+    SideRecord,
+    add_note,
+    add_sites,
+    build_report,
+    failed_pass_note,
+    make_request,
+)
 from polyamp.parity.execution.trace_recorder import BatchSource, ParticipantAlignment, side_batch
 from polyamp.parity.execution.worker_messages import OperationRequest
 from polyamp.parity.precisions import comparison_phases

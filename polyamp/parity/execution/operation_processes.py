@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from polyamp.parity.execution import exchange_files
-from polyamp.parity.execution.operation_pass import add_note, add_sites, failed_pass_note, make_request
+from polyamp.parity.execution.report_builder import add_note, add_sites, failed_pass_note, make_request
 from polyamp.parity.execution.worker_messages import OPERATIONS_FILE, SideJob
 from polyamp.parity.execution.worker_pool import SideProcess, WorkerPool
 from polyamp.parity.precisions import Phase

@@ -38,8 +38,7 @@ from polyamp.parity.verdict.causes.operation_causes import (
     near_operations,
     operation_differences,
 )
-from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
-from polyamp.parity.verdict.causes.step_causes import explain_step
+from polyamp.parity.verdict.causes.step_causes import explain_step, recipe_differences
 from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.parity.verdict.distances import EntryComparison
 from polyamp.recipe.recipe import Recipe

@@ -3,16 +3,22 @@
 A tiny difference of a gradient may change an update a lot: Adam moves a parameter by the sign of a gradient that is
 rounding alone. So a parameter is compared only in *steady* elements, whose gradients have been far larger than their
 allowed distance at every step so far. The tenth of the elements that differs most is left out too: a fault of an
-optimizer affects all of them. Under a 16-bit policy few elements are steady, and the updates are compared by their
-projections as well (`update_projections`). Both use the samples of the sketches, which have the same indices for a
-parameter, its gradient and its slots.
+optimizer affects all of them.
+
+Under a 16-bit policy few elements are steady, and the updates are compared by their projections as well: the rounding
+of gradients hides an update's difference in most of its elements, but it is of random sign. Along one direction it adds
+up to little, while another rate, decay or momentum adds up in every element: the other update is a multiple of the
+first, or has a multiple of the weight or of the gradient more. Only elements count in which the gradients of both sides
+have agreed to a tenth at every step: elsewhere a right update may have another sign.
+
+Both use the samples of the sketches, which have the same indices for a parameter, its gradient and its slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,12 +27,6 @@ from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import NOT_SLOTS, Entry
 from polyamp.parity.verdict.distances import EntryComparison, own_distance
 from polyamp.parity.verdict.tolerances import FACTOR, PhaseTolerance
-from polyamp.parity.verdict.update_projections import (
-    Projection,
-    elements_that_count,
-    project,
-    relative_distances,
-)
 
 Array = np.ndarray[Any, Any]
 _STEADY_FACTOR: Final = 30.0
@@ -44,6 +44,14 @@ _BETA_ROUNDING: Final = _FLOAT32_ROUNDOFF / 1e-3
 """Relative distance that a slot may have because its weight 1 - beta is computed from a float32 beta, as in
 TensorFlow's kernel: 0.999 is rounded by up to 2^-24, and 1 - 0.999 by a thousand times as much. The bias correction
 removes it from the update."""
+_MAX_GRADIENT_DISTANCE: Final = 0.1
+"""Largest relative distance of a gradient's element on both sides with which the element of the update counts."""
+_MIN_PROJECTED: Final = 8
+"""Least number of such elements from which a projection is judged."""
+_MIN_PROJECTED_SHARE: Final = 0.1
+"""Least share of such elements: two arrays that have nothing in common agree to a tenth in one of 40."""
+_DEVIATIONS: Final = 6.0
+"""Largest accepted projection, in standard deviations of a sum of differences with random signs."""
 
 
 class OptimizerUpdates:
@@ -256,3 +264,85 @@ def _trimmed_rms(difference: Array, steady: Array) -> float:
     """Return the root mean square of the steady elements, without the largest."""
     found = np.sort(np.abs(difference[steady]))
     return _rms(found[: found.size - int(_TRIM_SHARE * found.size)])
+
+
+class Projection(NamedTuple):
+    """Projection of the difference of two updates.
+
+    Attributes:
+        direction: "update", "weight" or "gradient".
+        multiple: the difference along it, in multiples of it.
+        distance: absolute value of the projection, as a root mean square over the elements.
+        allowed: the largest that rounding explains.
+    """
+
+    direction: str
+    multiple: float
+    distance: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """Distance in multiples of the allowed one."""
+        return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
+
+
+def elements_that_count(gradient_distances: Array) -> Array | None:
+    """Return the mask of the elements whose updates can be judged; None if they are too few.
+
+    Args:
+        gradient_distances: as for `project`, of all elements.
+    """
+    found: Array = gradient_distances <= _MAX_GRADIENT_DISTANCE
+    count = int(np.count_nonzero(found))
+    return found if count >= max(_MIN_PROJECTED, _MIN_PROJECTED_SHARE * found.size) else None
+
+
+def relative_distances(one: Array, two: Array) -> Array:
+    """Return the distance of each pair of elements, relative to the larger; 0 where both are 0."""
+    larger = np.maximum(np.abs(one), np.abs(two))
+    found: Array = np.abs(one - two) / np.where(larger > 0.0, larger, 1.0)
+    return found
+
+
+def project(
+    updates: tuple[Array, Array],
+    directions: Mapping[str, Array],
+    gradient_distances: Array,
+    roundoff: float,
+    arithmetic: float,
+) -> list[Projection]:
+    """Return the projections of the difference of two updates on each direction that is not 0.
+
+    What rounding explains is the sum of three parts: `_DEVIATIONS` standard deviations of the differences that are left
+    without the projection; the update's size times what its gradients are apart, or times a few roundings where that is
+    more, because these need not be of random sign; and the rounding of the parameter. Rounding follows a gradient, and
+    no weight: along the weight the second part is at most what is left without the projection.
+
+    Args:
+        updates: of both sides, one dimension, the elements that count.
+        directions: name -> array of the same elements.
+        gradient_distances: relative distance of the gradients, element by element, the largest of all steps.
+        roundoff: unit roundoff of the phase.
+        arithmetic: rounding of an element of the parameter.
+    """
+    one, two = updates
+    difference, count = two - one, len(one)
+    larger = max(updates, key=lambda update: float(np.linalg.norm(update)))
+    systematic = max(
+        FACTOR * roundoff * float(np.linalg.norm(larger)), float(np.linalg.norm(gradient_distances * larger))
+    )
+    found = []
+    for name, array in directions.items():
+        length = float(np.linalg.norm(array))
+        if not length:
+            continue
+        unit = array / length
+        along = float(difference @ unit)
+        rest = difference - along * unit
+        spread = float(np.linalg.norm(rest * unit)) * math.sqrt(count / (count - 1))
+        share = min(systematic, float(np.linalg.norm(rest))) if name == "weight" else systematic
+        allowed = _DEVIATIONS * spread + share + arithmetic * math.sqrt(count)
+        root = math.sqrt(count)
+        found.append(Projection(name, along / length, abs(along) / root, allowed / root))
+    return found

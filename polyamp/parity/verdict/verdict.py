@@ -12,7 +12,7 @@ from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, trains, u
 from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, JudgedUpdates
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
-from polyamp.parity.verdict import hidden_modules, op_dtypes
+from polyamp.parity.verdict import op_dtypes, step_entries
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.parity.verdict.diagnosis import Circumstances, build_divergence
@@ -24,7 +24,6 @@ from polyamp.parity.verdict.distances import (
     prefer_float64_distance,
     scalar_distance,
 )
-from polyamp.parity.verdict.judge_precision import JudgePrecision
 from polyamp.parity.verdict.notes import NOTHING_MOVED, dropout_notes, notes_of_uncompared, settle_activations
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.step_entries import (
@@ -36,7 +35,7 @@ from polyamp.parity.verdict.step_entries import (
     module_path,
     order_entries,
 )
-from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
+from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, JudgePrecision, PhaseTolerance
 from polyamp.parity.verdict.unit_switches import UnitSwitches
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.recipe.recipe import Recipe
@@ -153,7 +152,7 @@ class _PhaseComparison:
     def step(self, ours: StepEntries, theirs: StepEntries, wide_ours: StepEntries, wide_theirs: StepEntries) -> None:
         """Compare one step of both sides."""
         if ours and theirs:
-            ours, theirs = hidden_modules.add_zero_gradients(self._alignment, ours, theirs)
+            ours, theirs = step_entries.add_zero_gradients(self._alignment, ours, theirs)
         self._history.advance(ours, theirs)
         overflowed = has_overflow(ours, theirs)
         self._drift = self._updates.drift(
@@ -253,12 +252,12 @@ class _PhaseComparison:
         """Return the divergence at an entry, or at a layer before it whose output is not compared."""
         between: list[str] = []
         if found.one.stage == "forward" and found.one.sketch is not None:
-            shown = hidden_modules.output_modules(
+            shown = step_entries.output_modules(
                 e for e in ours.values() if self._partner_key(e) in theirs and self._is_compared(e)
             )
             place = (module_path(last), module_path(found.one.module))
-            between = hidden_modules.hidden_recurrent_cells(self._alignment, shown, *place)
-            calls = [] if between else hidden_modules.one_sided_layers(self._alignment, (ours, theirs), *place)
+            between = step_entries.hidden_recurrent_cells(self._alignment, shown, *place)
+            calls = [] if between else step_entries.one_sided_layers(self._alignment, (ours, theirs), *place)
             if calls:
                 between = [path for path, _ in calls]
                 observation = observation or "; ".join(f"{self._labels[n]} alone calls {path!r}" for path, n in calls)
@@ -347,7 +346,7 @@ class _PhaseComparison:
         if random and known and max(known) > RANDOMNESS_LIMIT * scale:
             kind = "randomness"
         distance = sketch_distance(a, b)
-        if distance > allowed and (hidden_modules.is_absent(one) or hidden_modules.is_absent(two)):
+        if distance > allowed and (step_entries.is_absent(one) or step_entries.is_absent(two)):
             kind = "missing"
         found = EntryComparison(one, two, distance, allowed, scale, own, kind)
         if one.stage == "forward" and one.step == 1 and self._tolerance.wide and not found.counts:

@@ -14,10 +14,16 @@ from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.distances import EntryComparison, prefer_float64_distance
-from polyamp.parity.verdict.judge_precision import JudgePrecision
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.step_entries import PhaseTrace
-from polyamp.parity.verdict.tolerances import DRIFT_FACTOR, FACTOR, NO_WIDE_RUN_FACTOR, SWITCH_FACTOR, PhaseTolerance
+from polyamp.parity.verdict.tolerances import (
+    DRIFT_FACTOR,
+    FACTOR,
+    NO_WIDE_RUN_FACTOR,
+    SWITCH_FACTOR,
+    JudgePrecision,
+    PhaseTolerance,
+)
 from polyamp.parity.verdict.verdict import compare_traces
 
 SINGLE, BRAIN = 2.0**-24, 2.0**-8

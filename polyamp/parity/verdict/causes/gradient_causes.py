@@ -9,7 +9,7 @@ from polyamp.errors import join_first
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import Entry, entry_key
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.hidden_modules import is_absent
+from polyamp.parity.verdict.step_entries import is_absent
 
 _EQUAL: Final = 1e-4
 _MAX_NAMED: Final = 4
