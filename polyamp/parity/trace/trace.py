@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,8 @@ class Trace(msgspec.Struct, kw_only=True):
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Entry)
+_MAX_READ: Final = 64
+"""Number of entries that are read at a time."""
 
 
 class TraceWriter:
@@ -116,9 +119,18 @@ class TraceWriter:
 
 def read_entries(path: Path) -> Iterator[Entry]:
     """Yield the entries of a file, up to the last complete one."""
+    return itertools.chain.from_iterable(_read_groups(path))
+
+
+def _read_groups(path: Path) -> Iterator[list[Entry]]:
     with path.open("rb") as file:
+        found: list[Entry] = []
         while len(head := file.read(4)) == 4:
             body = file.read(int.from_bytes(head, "little"))
             if len(body) < int.from_bytes(head, "little"):
-                return
-            yield _DECODER.decode(body)
+                break
+            found.append(_DECODER.decode(body))
+            if len(found) == _MAX_READ:
+                yield found
+                found = []
+        yield found

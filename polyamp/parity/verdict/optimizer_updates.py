@@ -23,9 +23,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from polyamp.float_formats import FORMATS
-from polyamp.parity.trace.sketch import sketch_distance
-from polyamp.parity.trace.trace import NOT_SLOTS, Entry
-from polyamp.parity.verdict.distances import EntryComparison, own_distance
+from polyamp.parity.trace.trace import NOT_SLOTS
+from polyamp.parity.verdict.distances import EntryComparison, EntryPair
 from polyamp.parity.verdict.tolerances import FACTOR, PhaseTolerance
 
 Array = np.ndarray[Any, Any]
@@ -96,73 +95,62 @@ class OptimizerUpdates:
             total += min(distance / against, 1.0) ** 2 if against else 0.0
         return math.sqrt(total)
 
-    def record_gradient(self, one: Entry, two: Entry, comparison: EntryComparison) -> None:
-        """Record a gradient and its tolerance, before the update that it causes is compared."""
-        key = (one.module, one.name)
-        each = comparison.allowed / math.sqrt(max(one.array_sketch.size, 1))
-        a, b = one.array_sketch.samples(), two.array_sketch.samples()
+    def record_gradient(self, pair: EntryPair, allowed: float) -> None:
+        """Record a gradient and its allowed distance, before the update that it causes is compared."""
+        key = pair.array
+        each = allowed / math.sqrt(max(pair.sketches[0].size, 1))
+        a, b = pair.samples
         least = np.minimum(np.abs(a), np.abs(b))
         apart = relative_distances(a, b)
         self._gradients[key] = a
         self._gradient_distances[key] = np.maximum(apart, self._gradient_distances.get(key, apart))
         steady = least >= _STEADY_FACTOR * each
         self._steady_elements[key] = steady & self._steady_elements.get(key, steady)
-        norm = max(one.array_sketch.norm, two.array_sketch.norm)
-        self._gradient_tolerance[key] = max(
-            self._gradient_tolerance.get(key, 0.0), comparison.allowed / norm if norm else 0.0
-        )
+        share = allowed / pair.scale if pair.scale else 0.0
+        self._gradient_tolerance[key] = max(self._gradient_tolerance.get(key, 0.0), share)
 
-    def compare_slot(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:
+    def compare_slot(self, pair: EntryPair) -> EntryComparison | None:
         """Compare a slot of the optimizer, or a running statistic."""
-        a, b = one.array_sketch, two.array_sketch
-        if a.size != b.size:
+        one, two, own, scale = pair.one, pair.two, pair.own, pair.scale
+        if pair.sketches[0].size != pair.sketches[1].size:
             return None
-        own = own_distance(one, wide[0]), own_distance(two, wide[1])
-        scale = max(a.norm, b.norm)
-        gradient_share = 2.0 * min(self._gradient_tolerance.get((one.module, one.name), 0.0), 1.0)
+        gradient_share = 2.0 * min(self._gradient_tolerance.get(pair.array, 0.0), 1.0)
         same_inputs = one.step <= 1
         allowed = max(
             self._tolerance.allowed(own, float(one.step), scale, same_inputs=same_inputs), gradient_share * scale
         )
         if one.what not in NOT_SLOTS:
             allowed = max(allowed, _BETA_ROUNDING * scale)
-        return EntryComparison(one, two, sketch_distance(a, b), allowed, scale, own)
+        return EntryComparison(one, two, pair.distance, allowed, scale, own)
 
-    def compare_parameter(
-        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]
-    ) -> EntryComparison | None:
+    def compare_parameter(self, pair: EntryPair) -> EntryComparison | None:
         """Compare a parameter after an update; None if rounding hides the update in all of its elements."""
-        if one.array_sketch.size != two.array_sketch.size:
+        one, two = pair.sketches
+        if one.size != two.size:
             return None
-        key = (one.module, one.name)
-        a, b = one.array_sketch.samples(), two.array_sketch.samples()
+        key, is_updated = pair.array, pair.one.step > 0
+        a, b = pair.samples
         before = self._before.get(key, (a, b))
         moved = max(_rms(a - before[0]), self._update_rms.get(key, 0.0))
         self._update_rms[key], self._before[key] = moved, (a, b)
-        root = math.sqrt(max(one.array_sketch.size, 1))
-        self._parameter_distance[key] = (
-            sketch_distance(one.array_sketch, two.array_sketch) / root,
-            max(one.array_sketch.rms, two.array_sketch.rms),
-        )
-        if one.step:
+        self._parameter_distance[key] = (pair.distance / math.sqrt(max(one.size, 1)), max(one.rms, two.rms))
+        if is_updated:
             self._updated.add(key)
             self.has_moved |= bool((a != before[0]).any() or (b != before[1]).any())
-        if one.array_sketch.nonfinite != two.array_sketch.nonfinite:
-            return EntryComparison(one, two, math.inf, 0.0, one.array_sketch.rms, (None, None))
-        found = [self._compare_steady(one, two, wide, before[0])]
-        if one.step and not self._tolerance.wide:
-            found.append(self._compare_projections(one, two, before))
+        if one.nonfinite != two.nonfinite:
+            return EntryComparison(pair.one, pair.two, math.inf, 0.0, one.rms, (None, None))
+        found = [self._compare_steady(pair, before[0])]
+        if is_updated and not self._tolerance.wide:
+            found.append(self._compare_projections(pair, before))
         judged = [each for each in found if each is not None]
-        if judged and one.step:
+        if judged and is_updated:
             self._judged.add(key)
         return max(judged, key=lambda each: (each.counts, each.ratio), default=None)
 
-    def _compare_steady(
-        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], before: Array
-    ) -> EntryComparison | None:
+    def _compare_steady(self, pair: EntryPair, before: Array) -> EntryComparison | None:
         """Compare the steady elements of a parameter; None if there are none."""
-        key = (one.module, one.name)
-        a, b = one.array_sketch.samples(), two.array_sketch.samples()
+        one, two, key = pair.one, pair.two, pair.array
+        a, b = pair.samples
         steady = self._steady_elements.get(key)
         if steady is None:
             steady = np.ones(a.shape, bool)
@@ -170,10 +158,10 @@ class OptimizerUpdates:
             return None
         chosen = _trimmed_rms(a - b, steady)
         own = [
-            None if w is None or w.sketch is None else _trimmed_rms(side - w.array_sketch.samples(), steady)
-            for side, w in zip((a, b), wide, strict=True)
+            None if w is None or w.sketch is None else _trimmed_rms(side - w.sketch.samples(), steady)
+            for side, w in zip((a, b), pair.wide, strict=True)
         ]
-        scale = max(one.array_sketch.rms, two.array_sketch.rms)
+        scale = max(each.rms for each in pair.sketches)
         gradient_share = min(self._gradient_tolerance.get(key, 0.0), 1.0) * self._update_rms[key]
         arithmetic = FACTOR * _FLOAT32_ROUNDOFF * math.sqrt(max(one.step, 1)) * scale
         same_inputs = one.step <= 1
@@ -184,22 +172,19 @@ class OptimizerUpdates:
         why = _explain_update(a, b, before, steady) if chosen > allowed and one.step else ""
         return EntryComparison(one, two, chosen, allowed, scale, (own[0], own[1]), why=why)
 
-    def _compare_projections(self, one: Entry, two: Entry, before: tuple[Array, Array]) -> EntryComparison | None:
+    def _compare_projections(self, pair: EntryPair, before: tuple[Array, Array]) -> EntryComparison | None:
         """Compare the updates of a parameter by their projections; None if too few elements can be judged."""
-        key = (one.module, one.name)
-        apart = self._gradient_distances.get(key)
+        apart = self._gradient_distances.get(pair.array)
         chosen = None if apart is None else elements_that_count(apart)
         if apart is None or chosen is None:
             return None
-        ours, theirs = (
-            entry.array_sketch.samples()[chosen] - old[chosen] for entry, old in zip((one, two), before, strict=True)
-        )
+        ours, theirs = (now[chosen] - old[chosen] for now, old in zip(pair.samples, before, strict=True))
         update = max(ours, theirs, key=_rms)
-        rounding = max(FORMATS[entry.array_sketch.dtype].unit_roundoff for entry in (one, two))
-        scale = max(one.array_sketch.rms, two.array_sketch.rms)
+        rounding = max(FORMATS[each.dtype].unit_roundoff for each in pair.sketches)
+        scale = max(each.rms for each in pair.sketches)
         projections = project(
             (ours, theirs),
-            {"update": update, "weight": before[0][chosen], "gradient": self._gradients[key][chosen]},
+            {"update": update, "weight": before[0][chosen], "gradient": self._gradients[pair.array][chosen]},
             apart[chosen],
             self._tolerance.roundoff,
             FACTOR * rounding * scale,
@@ -208,7 +193,7 @@ class OptimizerUpdates:
         if nearest is None:
             return None
         why = "" if nearest.ratio <= 1.0 else _explain_projection(nearest, _rms(ours) >= _rms(theirs))
-        return EntryComparison(one, two, nearest.distance, nearest.allowed, scale, (None, None), why=why)
+        return EntryComparison(pair.one, pair.two, nearest.distance, nearest.allowed, scale, (None, None), why=why)
 
 
 def _explain_update(a: Array, b: Array, before: Array, steady: Array) -> str:

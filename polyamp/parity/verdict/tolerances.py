@@ -118,6 +118,7 @@ class JudgePrecision:
         self._sides = [_roundoffs(trace.operations, known) for trace in traces]
         self._counts = [_narrow_counts(trace.operations, known) for trace in traces]
         self._roundoff = roundoff
+        self._is_exact = not any(each[""] > roundoff for each in self._sides)
 
     def common(self, module: str, *, forward: bool = True) -> float:
         """Return the unit roundoff of a 16-bit dtype that both sides have passed through; 0 if one has not.
@@ -126,6 +127,8 @@ class JudgePrecision:
             module: module in whose output, or in the gradients with respect to it, the question is.
             forward: whether it is the output; gradients have passed through every operation.
         """
+        if self._is_exact:
+            return 0.0
         found = self._at(module, forward)
         return min(found, default=0.0) if min(found, default=0.0) > self._roundoff else 0.0
 
