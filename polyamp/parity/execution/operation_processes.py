@@ -62,7 +62,7 @@ def _run(report: Report, number: int, processes: Sequence[SideProcess], folder: 
     for process in processes:
         if process.failure is not None:
             return add_note(report, number, failed_pass_note(process.label, process.failure.message))
-    logs = {each.label: exchange_files.read_operations(each.folder / OPERATIONS_FILE) for each in processes}
+    logs = {each.label: exchange_files.read_object(each.folder / OPERATIONS_FILE) for each in processes}
     return add_sites(report, number, logs)
 
 

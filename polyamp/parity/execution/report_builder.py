@@ -131,8 +131,7 @@ def _phase_trace(side: SideRecord, phase: Phase) -> PhaseTrace | None:
     path = side.trace_file(phase.name)
     if not path.exists():
         return None
-    reason = "" if side.failure is None else side.failure.reason
-    trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name, ended=reason)
+    trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name)
     entries = functools.partial(traces.read_entries, path)
     cut = _unfinished_step(side, phase) if phase.wide else _ALL_STEPS
     if cut != _ALL_STEPS:

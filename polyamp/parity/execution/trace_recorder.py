@@ -148,14 +148,16 @@ class TraceRecorder:
         self.dropout: DropoutCount | None = None
         self.dropouts: int | None = None
 
-    def steps(self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, *, micro: bool) -> None:
+    def steps(
+        self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, pass_batch: Callable[[Any], Any]
+    ) -> None:
         """Run every step and record its pass, its metrics and its update.
 
         Args:
             trainer: trainer of the side's model.
             steps: number of steps; 0 records one pass without a step.
             numbers: source of random numbers where both sides share them.
-            micro: whether a list is a batch of micro-batches, of which the first is recorded.
+            pass_batch: returns what is recorded of a step's batch.
         """
         self._record_update(trainer.training, 0)
         for number in range(max(steps, 1)):
@@ -163,7 +165,7 @@ class TraceRecorder:
             batch = self._batches(number)
             if numbers is not None:
                 numbers.restart()
-            self._record_pass(trainer.state, batch[0] if micro and isinstance(batch, list) else batch, number + 1)
+            self._record_pass(trainer.state, pass_batch(batch), number + 1)
             if not steps:
                 return
             if numbers is not None:

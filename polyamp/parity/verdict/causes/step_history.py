@@ -32,7 +32,6 @@ class SideUpdate(NamedTuple):
         earlier_slots: slot -> its arrays before it; empty at the first step.
         norms: norm of each gradient.
         numbers: what the step reported: "scale", "loss", "grad_norm".
-        pass_loss: loss of the recorded pass.
     """
 
     gradients: Samples
@@ -43,7 +42,6 @@ class SideUpdate(NamedTuple):
     earlier_slots: Mapping[str, Samples]
     norms: Mapping[ParameterKey, float]
     numbers: Mapping[str, float]
-    pass_loss: float | None
 
     @property
     def global_norm(self) -> float:
@@ -122,7 +120,6 @@ def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
         if roots[key][0] > least and all(key in each and each[key].size == size for each in (before, after))
     }
     numbers = {e.what: e.number for e in now if e.stage == "step" and e.number is not None}
-    losses = [e.number for e in now if e.stage == "forward" and e.what == "loss"]
     side = SideUpdate(
         gradients,
         _samples(earlier, lambda e: e.what == "gradient"),
@@ -132,7 +129,6 @@ def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
         {slot: _samples(earlier, _slot_test(slot)) for slot in _slot_names(earlier)},
         {key: norm for key, (_, norm) in roots.items()},
         numbers,
-        losses[0] if losses else None,
     )
     return _restrict(side, usable)
 
