@@ -78,15 +78,9 @@ def compare_traces(
         if name not in by_phase:
             continue
         phase, one, two = by_phase[name]
-        same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
-        tolerance = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, same_policy)
-        clips = any(recipe is not None and any(recipe.clip) for recipe in recipes)
         wider = by_phase[wider_phase[name]][1:] if wider_phase[name] in by_phase else ()
-        judges = [run.trace for run in wider] if tolerance.wide else []
-        judge = JudgePrecision(alignment, judges, tolerance.roundoff)
-        comparison = _PhaseComparison(
-            labels, phase, tolerance, alignment, (one.trace, two.trace), clips, judge, recipes
-        )
+        judges = [run.trace for run in wider] if name == FLOAT32 else []
+        comparison = _PhaseComparison(labels, phase, alignment, (one.trace, two.trace), judges, recipes)
         wider_steps = itertools.chain(
             itertools.zip_longest(*map(entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
         )
@@ -122,18 +116,20 @@ class _PhaseComparison:
         self,
         labels: tuple[str, str],
         phase: Phase,
-        tolerance: PhaseTolerance,
         alignment: Alignment,
         traces: tuple[Trace, Trace],
-        clips: bool,
-        judge: JudgePrecision,
+        judges: Sequence[Trace],
         recipes: tuple[Recipe | None, Recipe | None],
     ) -> None:
+        same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
+        tolerance = PhaseTolerance(unit_roundoff(recipes, phase), phase.name == FLOAT32, same_policy)
         one, two = (None if recipe is None or not trains(recipe) else recipe for recipe in recipes)
         self._history = StepHistory()
         self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history, tolerance.roundoff)
-        self._judge, self._judged, self._are_judges_equal = judge, "", True
-        self._clips, self._is_exact_only = clips, False
+        self._judge = JudgePrecision(alignment, judges, tolerance.roundoff)
+        self._judged, self._are_judges_equal = "", True
+        self._clips = any(recipe is not None and any(recipe.clip) for recipe in recipes)
+        self._is_exact_only = False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance
         self._alignment, self._traces = alignment, traces
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
