@@ -58,7 +58,10 @@ class StepHistory:
 
     def advance(self, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> None:
         """Store the entries of a new step; of the last one only arrays of parameters remain."""
-        one, two = ([entry for entry in step.values() if _is_parameter_array(entry)] for step in self._now)
+        one, two = (
+            [e for e in step.values() if e.sketch is not None and (e.stage == "update" or e.what == "gradient")]
+            for step in self._now
+        )
         self._earlier = (one, two)
         self._now = (ours, theirs)
 
@@ -100,10 +103,6 @@ def _shared_parts(one: str, other: str) -> int:
     """Return the number of leading parts that two paths share."""
     pairs = zip(one.split("/"), other.split("/"), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _is_parameter_array(entry: Entry) -> bool:
-    return entry.sketch is not None and (entry.stage == "update" or entry.what == "gradient")
 
 
 def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
