@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyamp.parity.execution.runner import run
-    from polyamp.parity.report.report import Divergence, Report
+    from polyamp.parity.report.report import Report
+    from polyamp.parity.report_data import Divergence
     from polyamp.parity.trainers import OwnLoop
 
 _LAZY = {
-    "Divergence": "polyamp.parity.report.report",
+    "Divergence": "polyamp.parity.report_data",
     "OwnLoop": "polyamp.parity.trainers",
     "Report": "polyamp.parity.report.report",
     "run": "polyamp.parity.execution.runner",

@@ -6,15 +6,21 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from polyamp.errors import ArgumentError
-from polyamp.parity.execution.batch_checks import RepeatCheck, check_batches
-from polyamp.parity.execution.operation_pass import add_note, add_sites, failed_pass_note, make_request
+from polyamp.parity.execution.batch_checks import RepeatCheck, check_batches, check_count, check_randomness
 from polyamp.parity.execution.participant import Participant
-from polyamp.parity.execution.report_builder import SideRecord, build_report
+from polyamp.parity.execution.report_builder import (
+    SideRecord,
+    add_note,
+    add_sites,
+    build_report,
+    failed_pass_note,
+    make_request,
+)
 from polyamp.parity.execution.trace_recorder import BatchSource, ParticipantAlignment, side_batch
 from polyamp.parity.execution.worker_messages import OperationRequest
 from polyamp.parity.precisions import comparison_phases
@@ -22,8 +28,6 @@ from polyamp.parity.report.report import Report
 from polyamp.porting.check import ChannelOrderAdapter
 from polyamp.porting.matching.flatten_order import Rows
 from polyamp.recipe.recipe import Recipe
-
-RANDOMNESS: Final = ("off", "shared")
 
 
 def compare(
@@ -85,16 +89,14 @@ def compare(
         True
     """
     began = time.perf_counter()
-    if randomness not in RANDOMNESS:
-        raise ArgumentError(f"randomness must be 'off' or 'shared'. Received: randomness={randomness!r}.")
+    check_randomness(randomness)
     if isinstance(loss_fn, Recipe):
         raise ArgumentError(
             "loss_fn stands before recipe: polyamp.compare(model_a, model_b, batch, loss_fn, recipe). Received: a "
             "recipe as loss_fn."
         )
     check_batches(batch, "batch")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
+    check_count("steps", steps)
     loss_fns, recipes, given_options = (_value_per_side(each) for each in (loss_fn, recipe, options))
     given_inputs = _value_per_side(tuple(inputs)) if isinstance(inputs, list) else (inputs, inputs)
     side_labels = labels or _default_labels(model_a, model_b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -123,6 +124,13 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     distance: float | None
     allowed: float
     counts: bool
+
+    @property
+    def allowed_share(self) -> float:
+        """The distance as a share of the allowed one; infinite if it is not finite."""
+        if self.distance is None:
+            return math.inf
+        return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,13 +20,8 @@ _TEMPLATE_FOLDER: Final = Path(__file__).parent / "template"
 
 def render_html(page: ReportPage) -> str:
     """Return the page."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATE_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     css = page_css()
-    return environment.get_template("page.html").render(
+    text: str = load_template(_TEMPLATE_FOLDER / "page.html").render(
         page=page,
         version=__version__,
         plain=text_format.plain,
@@ -37,6 +32,16 @@ def render_html(page: ReportPage) -> str:
         css=safe_markup(css),
         css_hash=csp_hash(css),
     )
+    return text
+
+
+def load_template(path: Path) -> Any:
+    """Return a page's jinja template, which escapes what it is given and refuses names that it is not."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(path.parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template(path.name)
 
 
 def _legend(chart: Chart) -> list[tuple[int, str, bool]]:

@@ -1,4 +1,4 @@
-"""Checks of what a comparison is given as batches: what cannot be given twice, lists that may mean two things."""
+"""Checks of what a comparison is given: batches that cannot be given twice or may mean two things, counts, modes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from typing import Any
 from polyamp.errors import ArgumentError, RecipeError, describe_value
 from polyamp.parity.execution.memory_mapped_arrays import batch_digest
 from polyamp.porting.check import Batch
+
+
+def check_count(argument: str, value: Any) -> None:
+    """Check a whole number of at least 1.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{argument} must be a whole number of at least 1. Received: {argument}={value!r}.")
+
+
+def check_randomness(value: Any) -> None:
+    """Check the mode of dropout.
+
+    Raises:
+        ArgumentError: there is no such mode.
+    """
+    if value not in ("off", "shared"):
+        raise ArgumentError(f"randomness must be 'off' or 'shared'. Received: randomness={value!r}.")
 
 
 def check_batches(batches: Any, argument: str) -> None:

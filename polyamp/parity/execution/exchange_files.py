@@ -9,28 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from polyamp.errors import PortError
 from polyamp.parity.execution.memory_mapped_arrays import ArrayLocation, ArrayStore, memory_map
-from polyamp.parity.execution.participant import FirstPass
-from polyamp.parity.trace.operation_log import OperationLog
-from polyamp.parity.verdict.alignment import Alignment
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.states.training_state import ArrayMapping
 
-_REFERENCE_FILE: Final = "offer"
-_FIRST_INPUTS_FILE: Final = "first-inputs"
+REFERENCE_FILE: Final = "offer"
+"""Name of the file of the first side's layers."""
+FIRST_INPUTS_FILE: Final = "first-inputs"
+"""Name of the file of what the first side's modules took in its first pass."""
 _WEIGHTS_FILE: Final = "weights.bin"
 
 
 def write_reference(inventory: Inventory, folder: Path) -> None:
-    """Write the layers of the first side, with the values of their arrays.
+    """Write the layers of the first side, with the values of their arrays, which are loaded when they are read.
 
     Raises:
         PortError: a layer has a value that cannot be pickled.
@@ -51,45 +46,7 @@ def write_reference(inventory: Inventory, folder: Path) -> None:
         )
         for layer in inventory.layers
     ]
-    _write_pickle(folder / _REFERENCE_FILE, dataclasses.replace(inventory, layers=layers))
-
-
-def read_reference(folder: Path) -> Inventory:
-    """Read the layers of the first side; values are loaded lazily."""
-    inventory: Inventory = _read_pickle(folder / _REFERENCE_FILE)
-    return inventory
-
-
-def write_operations(log: OperationLog, path: Path) -> None:
-    """Write the recorded operations of a side."""
-    path.write_bytes(msgspec.msgpack.encode(log))
-
-
-def read_operations(path: Path) -> OperationLog:
-    """Read the recorded operations of a side."""
-    return msgspec.msgpack.decode(path.read_bytes(), type=OperationLog)
-
-
-def write_first_pass(found: FirstPass, folder: Path) -> None:
-    """Write what the first side's modules took in its first pass."""
-    _write_pickle(folder / _FIRST_INPUTS_FILE, found)
-
-
-def read_first_pass(folder: Path) -> FirstPass:
-    """Read what the first side's modules took."""
-    found: FirstPass = _read_pickle(folder / _FIRST_INPUTS_FILE)
-    return found
-
-
-def write_alignment(alignment: Alignment, mappings: Sequence[ArrayMapping], path: Path) -> None:
-    """Write another side's alignment, and its mappings of the first side's arrays."""
-    _write_pickle(path, (alignment, list(mappings)))
-
-
-def read_alignment(path: Path) -> tuple[Alignment, list[ArrayMapping]]:
-    """Read another side's alignment and mappings."""
-    found: tuple[Alignment, list[ArrayMapping]] = _read_pickle(path)
-    return found
+    write_object(folder / REFERENCE_FILE, dataclasses.replace(inventory, layers=layers))
 
 
 def _memory_mapped_leaf(leaf: InventoryLeaf, path: Path, place: ArrayLocation) -> InventoryLeaf:
@@ -97,7 +54,12 @@ def _memory_mapped_leaf(leaf: InventoryLeaf, path: Path, place: ArrayLocation) -
     return dataclasses.replace(leaf, array=array)
 
 
-def _write_pickle(path: Path, value: Any) -> None:
+def write_object(path: Path, value: Any) -> None:
+    """Write what one side says and another, or the run, reads.
+
+    Raises:
+        PortError: a part of it cannot be pickled.
+    """
     try:
         path.write_bytes(pickle.dumps(value))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -108,7 +70,12 @@ def _write_pickle(path: Path, value: Any) -> None:
         ) from error
 
 
-def _read_pickle(path: Path) -> Any:
+def read_object(path: Path) -> Any:
+    """Read what `write_object` wrote.
+
+    Raises:
+        PortError: it is made of a module that is not here.
+    """
     try:
         return pickle.loads(path.read_bytes())  # noqa: S301  # written by this run, in its private folder
     except (ModuleNotFoundError, AttributeError) as error:

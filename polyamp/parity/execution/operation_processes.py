@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from polyamp.parity.execution import exchange_files
-from polyamp.parity.execution.operation_pass import add_note, add_sites, failed_pass_note, make_request
+from polyamp.parity.execution.report_builder import add_note, add_sites, failed_pass_note, make_request
 from polyamp.parity.execution.worker_messages import OPERATIONS_FILE, SideJob
 from polyamp.parity.execution.worker_pool import SideProcess, WorkerPool
 from polyamp.parity.precisions import Phase
@@ -62,7 +62,7 @@ def _run(report: Report, number: int, processes: Sequence[SideProcess], folder: 
     for process in processes:
         if process.failure is not None:
             return add_note(report, number, failed_pass_note(process.label, process.failure.message))
-    logs = {each.label: exchange_files.read_operations(each.folder / OPERATIONS_FILE) for each in processes}
+    logs = {each.label: exchange_files.read_object(each.folder / OPERATIONS_FILE) for each in processes}
     return add_sites(report, number, logs)
 
 

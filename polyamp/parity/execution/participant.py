@@ -272,10 +272,7 @@ class Participant:
                 outputs.append(array[:MAX_SAMPLES])
 
         try:
-            batch = batches(0)
-            if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
-                batch = batch[0]
-            loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
+            batch, loss_fn = self._pass_batch(batches(0)), self._loss_to_train
             with self._model_copy() as working:
                 model = working if weights is None else self._converter.fill(working, weights)
                 with self._observer.disable_dropout(model, None):
@@ -335,9 +332,8 @@ class Participant:
         recorder = TraceRecorder(self.inventory, self._observer, self._loss_to_train, alignment, batches, write)
         with self._training_copy(phase, alignment) as copy:
             recorder.dropout = copy.dropout
-            micro = self.recipe is not None and self.recipe.accumulate_steps > 1
             try:
-                recorder.steps(copy.trainer, steps if copy.trains else 0, copy.numbers, micro=micro)
+                recorder.steps(copy.trainer, steps if copy.trains else 0, copy.numbers, self._pass_batch)
             except Exception as error:
                 error.add_note(
                     f"In a comparison: {self.label}, {phase.title or phase.name}, step {recorder.step_number}."
@@ -368,13 +364,16 @@ class Participant:
             location: the value.
         """
         observer, recorder = self._observer, OperationRecorder(location)
-        batch = batches(0)
-        if self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list):
-            batch = batch[0]
+        batch = self._pass_batch(batches(0))
         with self._training_copy(phase, alignment) as copy:
             if isinstance(observer, OperationObserver):
                 observer.record_operations(copy.trainer.state, self._loss_to_train, batch, recorder)
         return recorder.log()
+
+    def _pass_batch(self, batch: Any) -> Any:
+        """Return what is recorded of a step's batch: the first of its micro-batches."""
+        has_several = self.recipe is not None and self.recipe.accumulate_steps > 1 and isinstance(batch, list)
+        return batch[0] if has_several else batch
 
     @functools.cached_property
     def _loss_to_train(self) -> Any:

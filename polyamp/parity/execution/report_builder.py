@@ -1,4 +1,7 @@
-"""`build_report`: the report of a run, from its sides' messages and trace files."""
+"""`build_report`: the report of a run, from its sides' messages and trace files.
+
+A further pass of sides that differ in a forward pass shows at which operation they part: `make_request`, `add_sites`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from polyamp._version import __version__
-from polyamp.parity.precisions import FLOAT64, Phase, recipe_data
-from polyamp.parity.report.report import Curve, Report
-from polyamp.parity.report_data import Comparison, Environment, Failure
+from polyamp.parity.execution.worker_messages import OperationRequest
+from polyamp.parity.precisions import FLOAT32, FLOAT64, Phase, recipe_data
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison, Curve, Environment, Failure
 from polyamp.parity.trace import trace as traces
+from polyamp.parity.trace.operation_log import OperationLog, PassLocation
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.operation_split import split_operations
 from polyamp.parity.verdict.step_entries import PhaseTrace
 from polyamp.parity.verdict.verdict import compare_traces
 from polyamp.recipe.recipe import Recipe
@@ -125,8 +131,7 @@ def _phase_trace(side: SideRecord, phase: Phase) -> PhaseTrace | None:
     path = side.trace_file(phase.name)
     if not path.exists():
         return None
-    reason = "" if side.failure is None else side.failure.reason
-    trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name, ended=reason)
+    trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name)
     entries = functools.partial(traces.read_entries, path)
     cut = _unfinished_step(side, phase) if phase.wide else _ALL_STEPS
     if cut != _ALL_STEPS:
@@ -205,3 +210,62 @@ def curve_from_trace(side: str, phase: str, entries: Iterable[Entry]) -> Curve:
         scale=found["scale"],
         skipped=skipped,
     )
+
+
+def make_request(found: Comparison, sides: Sequence[SideRecord], phases: Sequence[Phase]) -> OperationRequest | None:
+    """Return the request for a comparison; None where single operations would say nothing.
+
+    They are recorded for a float32 forward pass of the first step, in float64 if both sides have that: there rounding
+    hides nothing. Later steps start from other weights, and under a policy every value differs.
+
+    Args:
+        found: the comparison.
+        sides: records of its two sides.
+        phases: the phases of the run.
+    """
+    first = found.first
+    if not all(side.records_operations for side in sides):
+        return None
+    if first is None or (first.phase, first.step, first.stage) != (FLOAT32, 1, "forward") or len(first.sides) != 2:
+        return None
+    is_wide = all(FLOAT64 in side.traces for side in sides)
+    phase = next((each for each in phases if each.name == (FLOAT64 if is_wide else FLOAT32)), None)
+    if phase is None:
+        return None
+    what = first.what.partition(",")[0]
+    return OperationRequest(
+        phase=phase, locations={label: PassLocation(side.path, what) for label, side in first.sides.items()}
+    )
+
+
+def add_sites(report: Report, number: int, logs: Mapping[str, OperationLog]) -> Report:
+    """Return a report with the operations at which the sides of one of its comparisons part.
+
+    Args:
+        report: the report.
+        number: index of the comparison.
+        logs: label -> operations of its two sides.
+    """
+    found = report.comparisons[number]
+    if found.first is None:
+        return report
+    one, two = (logs[label] for label in found.sides)
+    sites = dict(zip(found.sides, split_operations(one, two, found.first.distance), strict=False))
+    first = msgspec.structs.replace(found.first, sites=sites)
+    return _replace_comparison(report, number, first=first)
+
+
+def add_note(report: Report, number: int, note: str) -> Report:
+    """Return a report with a further note on one of its comparisons."""
+    return _replace_comparison(report, number, notes=[*report.comparisons[number].notes, note])
+
+
+def failed_pass_note(label: str, message: str) -> str:
+    """Return the note for a side whose operations could not be recorded."""
+    return f"the operations of {label} could not be recorded one by one: {message.partition(chr(10))[0]}"
+
+
+def _replace_comparison(report: Report, number: int, **changes: Any) -> Report:
+    comparisons = list(report.comparisons)
+    comparisons[number] = msgspec.structs.replace(comparisons[number], **changes)
+    return msgspec.structs.replace(report, comparisons=comparisons)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.errors import ArgumentError, PolyampError, RecipeError, describe_value
-from polyamp.parity.execution.batch_checks import check_batches
+from polyamp.parity.execution.batch_checks import check_batches, check_count, check_randomness
 from polyamp.parity.execution.function_ref import FunctionRef, import_paths, make_function_ref
 from polyamp.parity.execution.memory_mapped_arrays import ArrayStore, BatchTree
 from polyamp.parity.execution.operation_processes import record_operations
@@ -30,7 +30,6 @@ from polyamp.recipe.recipe import Recipe
 
 TIMEOUT: Final = 600.0
 """Default time limit of a side's work, in seconds."""
-RANDOMNESS: Final = ("off", "shared")
 
 
 def run(
@@ -166,11 +165,9 @@ def _check_arguments(build: Any, steps: Any, randomness: Any, timeout: Any, at_o
         )
     if len(build) < 2:
         raise ArgumentError(f"build must name two sides or more. Received: {', '.join(build) or 'none'}.")
-    for name, value in (("steps", steps), ("at_once", at_once)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} must be a whole number of at least 1. Received: {name}={value!r}.")
-    if randomness not in RANDOMNESS:
-        raise ArgumentError(f"randomness must be 'off' or 'shared'. Received: randomness={randomness!r}.")
+    check_count("steps", steps)
+    check_count("at_once", at_once)
+    check_randomness(randomness)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise ArgumentError(f"timeout must be a number of seconds above 0. Received: timeout={timeout!r}.")
 

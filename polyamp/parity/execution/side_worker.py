@@ -30,6 +30,7 @@ from polyamp.parity.report_data import Failure
 from polyamp.parity.trace.trace import Entry
 from polyamp.parity.trainers import OwnLoop
 from polyamp.porting.check import ChannelOrderAdapter
+from polyamp.porting.layouts.inventory import Inventory
 from polyamp.recipe.recipe import Recipe
 from polyamp.worker_processes import claim_stdio
 
@@ -163,20 +164,21 @@ class ParticipantWorker(SideWorker[SideJob]):
             exchange_files.write_reference(participant.inventory, folder)
             if participant.may_flatten:
                 self.activity = "while it ran its first pass"
-                exchange_files.write_first_pass(participant.first_pass(batches.without_progress), folder)
+                first_pass = participant.first_pass(batches.without_progress)
+                exchange_files.write_object(folder / exchange_files.FIRST_INPUTS_FILE, first_pass)
             self.emit(worker_messages.SideReadyEvent(side=job.side))
         else:
             self.activity = "while it was matched with the first side"
-            source = exchange_files.read_reference(folder)
+            source: Inventory = exchange_files.read_object(folder / exchange_files.REFERENCE_FILE)
             batches.adapter = ChannelOrderAdapter(source, participant.inventory)
             alignment, mappings = participant.align_with(
                 source,
                 job.names,
                 job.rows,
-                lambda: exchange_files.read_first_pass(folder),
+                lambda: exchange_files.read_object(folder / exchange_files.FIRST_INPUTS_FILE),
                 batches.without_progress,
             )
-            exchange_files.write_alignment(alignment.alignments[0], mappings, Path(job.alignment_file(job.number)))
+            exchange_files.write_object(Path(job.alignment_file(job.number)), (alignment.alignments[0], mappings))
             self.emit(worker_messages.SideReadyEvent(side=job.side, alignment=alignment.alignments[0]))
         command: TrainCommand | None = self.receive(TrainCommand)
         if command is None:  # the run ended
@@ -189,7 +191,7 @@ class ParticipantWorker(SideWorker[SideJob]):
             self.activity = "while its operations were recorded"
             phase, location = job.operations.phase, job.operations.locations[job.side]
             log = participant.record_operations(phase, alignment, batches.without_progress, location)
-            exchange_files.write_operations(log, Path(job.operations_file))
+            exchange_files.write_object(Path(job.operations_file), log)
         self.emit(worker_messages.SideFinishEvent(side=job.side))
 
     def _inputs(self) -> Any:
@@ -199,7 +201,7 @@ class ParticipantWorker(SideWorker[SideJob]):
         return None if inputs is None else load_batch(Path(self.job.arrays), inputs)
 
     def _align_as_first(self, participant: Participant, command: TrainCommand) -> ParticipantAlignment:
-        found = [exchange_files.read_alignment(Path(self.job.alignment_file(number))) for number in command.others]
+        found = [exchange_files.read_object(Path(self.job.alignment_file(number))) for number in command.others]
         mappings = [mapping for _, chosen in found for mapping in chosen]
         return participant.align_as_first([alignment for alignment, _ in found], mappings)
 

@@ -122,6 +122,7 @@ class TraceRecorder:
     ) -> None:
         self._inventory, self._observer, self._loss_fn = inventory, observer, loss_fn
         self._mappings = alignment.mappings
+        self._trainable = {each.path: _trainable_names(each) for each in alignment.mappings}
         self._batches, self._write = batches, write
         is_first = alignment.weights is None
         own = None if is_first else alignment.alignments[0]
@@ -147,14 +148,16 @@ class TraceRecorder:
         self.dropout: DropoutCount | None = None
         self.dropouts: int | None = None
 
-    def steps(self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, *, micro: bool) -> None:
+    def steps(
+        self, trainer: Trainer, steps: int, numbers: SharedRandomNumbers | None, pass_batch: Callable[[Any], Any]
+    ) -> None:
         """Run every step and record its pass, its metrics and its update.
 
         Args:
             trainer: trainer of the side's model.
             steps: number of steps; 0 records one pass without a step.
             numbers: source of random numbers where both sides share them.
-            micro: whether a list is a batch of micro-batches, of which the first is recorded.
+            pass_batch: returns what is recorded of a step's batch.
         """
         self._record_update(trainer.training, 0)
         for number in range(max(steps, 1)):
@@ -162,7 +165,7 @@ class TraceRecorder:
             batch = self._batches(number)
             if numbers is not None:
                 numbers.restart()
-            self._record_pass(trainer.state, batch[0] if micro and isinstance(batch, list) else batch, number + 1)
+            self._record_pass(trainer.state, pass_batch(batch), number + 1)
             if not steps:
                 return
             if numbers is not None:
@@ -232,7 +235,7 @@ class TraceRecorder:
             for mapping in self._mappings:
                 for slot in own.optimizer.slots if step else ():
                     self._record_arrays(step, "update", mapping, slot, canonical_slot(own, slot, mapping))
-                trainable, parameters = _trainable_names(mapping), canonical_parameters(own, mapping)
+                trainable, parameters = self._trainable[mapping.path], canonical_parameters(own, mapping)
                 for what, is_trained in (("parameter", True), ("statistic", False)):
                     chosen = {name: array for name, array in parameters.items() if (name in trainable) is is_trained}
                     self._record_arrays(step, "update", mapping, what, chosen)
@@ -242,7 +245,7 @@ class TraceRecorder:
     def _record_arrays(
         self, step: int, stage: Stage, mapping: ArrayMapping, what: str, arrays: Mapping[str, Lazy]
     ) -> None:
-        for name, array in _apply_flatten_order(mapping, arrays).items():
+        for name, array in (arrays if mapping.order is None else mapping.order.apply(arrays, back=True)).items():
             values = array.read()
             self._record_array(step, stage, mapping.path, what, name, values, str(values.dtype), mapping.layer.path)
 
@@ -270,11 +273,6 @@ class TraceRecorder:
             yield
         finally:
             self.overhead_seconds += time.perf_counter() - began
-
-
-def _apply_flatten_order(mapping: ArrayMapping, arrays: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
-    """Return the arrays of a dense layer next to a flatten in the first side's input order."""
-    return arrays if mapping.order is None else mapping.order.apply(arrays, back=True)
 
 
 def _trainable_names(mapping: ArrayMapping) -> set[str]:

@@ -16,7 +16,7 @@ import msgspec
 from polyamp.errors import join_first
 from polyamp.parity.report import formatting, html_charts
 from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence, Findings
-from polyamp.report_page.html_page import csp_hash, page_css, safe_markup
+from polyamp.report_page.html_page import csp_hash, load_template, page_css, safe_markup
 from polyamp.report_page.page import CurveChart, CurveLine
 from polyamp.report_page.svg_charts import draw_chart
 
@@ -94,13 +94,6 @@ class PhaseSection(NamedTuple):
     marked: bool
 
 
-def allowed_share(row: ComparisonRow) -> float:
-    """Return a row's distance as a share of the allowed one; infinite if the distance is not finite."""
-    if row.distance is None:
-        return float("inf")
-    return row.distance / row.allowed if row.allowed else (float("inf") if row.distance else 0.0)
-
-
 def program_order(rows: Iterable[ComparisonRow]) -> list[str]:
     """Return the modules in the order of the program; the whole model, which has no path, comes last."""
     found = list(dict.fromkeys(row.module for row in rows))
@@ -109,7 +102,7 @@ def program_order(rows: Iterable[ComparisonRow]) -> list[str]:
 
 def worst_row(rows: Iterable[ComparisonRow]) -> ComparisonRow | None:
     """Return the row that counts as a difference, or that is nearest to it."""
-    return max(rows, key=lambda row: (row.counts, allowed_share(row)), default=None)
+    return max(rows, key=lambda row: (row.counts, row.allowed_share), default=None)
 
 
 def worst_row_by_module(rows: Iterable[ComparisonRow], stage: str = "") -> dict[str, ComparisonRow]:
@@ -194,7 +187,7 @@ def _module_lines(comparison: Comparison) -> list[ModuleLine]:
 
 
 def _module_line(number: int, rows: list[ComparisonRow], first: Divergence | None) -> ModuleLine:
-    worst = max(rows, key=lambda row: (row.counts, allowed_share(row)))
+    worst = max(rows, key=lambda row: (row.counts, row.allowed_share))
     apart = [row.dtypes for row in rows if row.dtypes[0] != row.dtypes[1]]
     outputs = [row.dtypes for row in rows if row.what == "output"]
     is_here = first is not None and (first.phase, first.module) == (worst.phase, worst.module)
@@ -213,7 +206,7 @@ def _module_line(number: int, rows: list[ComparisonRow], first: Divergence | Non
 
 
 def _quantity_text(row: ComparisonRow) -> QuantityText:
-    what, part = formatting.quantity(row.what, row.name), formatting.ratio_text(allowed_share(row))
+    what, part = formatting.quantity(row.what, row.name), formatting.ratio_text(row.allowed_share)
     distance, allowed = formatting.number(row.distance), formatting.number(row.allowed)
     return QuantityText(what, row.stage, row.step, distance, allowed, part, row.dtypes, row.counts)
 
@@ -251,10 +244,7 @@ def _error_charts(comparison: Comparison, modules: list[str]) -> Iterable[tuple[
         charts = []
         for stage, title in _STAGE_TITLES.items():
             rows = worst_row_by_module([row for row in comparison.rows if row.phase == phase and row.module], stage)
-            points = [
-                html_charts.ErrorPoint(numbers[module], row.distance, row.allowed, row.counts)
-                for module, row in sorted(rows.items(), key=lambda item: numbers[item[0]])
-            ]
+            points = sorted(((numbers[module], row) for module, row in rows.items()), key=lambda point: point[0])
             is_here = first is not None and (first.phase, first.stage) == (phase, stage)
             mark = numbers.get(first.module) if is_here and first is not None else None
             chart = html_charts.error_chart(f"{title}, {phase}", points, len(numbers), mark)
@@ -310,12 +300,7 @@ def _remove_none(value: Any) -> Any:
 
 def render_html(report: Findings) -> str:
     """Return the page as one self-contained HTML text of less than 500 kB."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATE_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.get_template("report.html")
+    template = load_template(_TEMPLATE_FOLDER / "report.html")
     css, js = page_css() + _read_template("report.css"), _read_template("report.js")
     common = {
         "report": report,
@@ -336,7 +321,7 @@ def render_html(report: Findings) -> str:
     while True:
         pairs = comparison_sections(report, budget)
         divergent = sorted((pair for pair in pairs if pair.comparison.first), key=lambda pair: pair.number)
-        text = template.render(pairs=pairs, divergent=divergent, **common)
+        text: str = template.render(pairs=pairs, divergent=divergent, **common)
         above = len(text.encode()) - MAX_PAGE_BYTES
         if above <= 0 or budget <= 0:
             return text

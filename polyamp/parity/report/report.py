@@ -14,32 +14,8 @@ import msgspec
 from polyamp.display import first_lines, html_table
 from polyamp.errors import ArgumentError
 from polyamp.files import write_atomically
-from polyamp.parity.report_data import (
-    Comparison,
-    ComparisonRow,
-    Curve,
-    Divergence,
-    DivergenceKind,
-    Environment,
-    Failure,
-    Findings,
-    JudgedUpdates,
-    SideValues,
-    encode_report,
-)
+from polyamp.parity.report_data import Findings, encode_report
 
-__all__ = [
-    "Comparison",
-    "ComparisonRow",
-    "Curve",
-    "Divergence",
-    "DivergenceKind",
-    "Environment",
-    "Failure",
-    "JudgedUpdates",
-    "Report",
-    "SideValues",
-]
 _DRAWING_PACKAGES: Final = {"jinja2": "report.html", "matplotlib": "report.png"}
 """Package of the extra `parity` -> the file that needs it."""
 _FIELD: Final = re.compile(r"^    (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n        .*)*)", re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ NOT_SLOTS: Final = ("parameter", "statistic", "average")
 """What an update changes besides the slots of the optimizer."""
 BEFORE_ACTIVATION: Final = "output, before its activation"
 """Output of a second side's layer, before the activation of the first side's layer is applied to it."""
-STAGES: Final[tuple[Stage, ...]] = ("forward", "backward", "step", "update")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,33 +61,31 @@ entry_key: Final[Callable[[Entry], tuple[int, str, str, str, str]]] = operator.a
 
 
 class Trace(msgspec.Struct, kw_only=True):
-    """One run of one side, under one policy.
+    """One run of one side, under one policy, without its entries.
 
     Attributes:
         side: the side's label.
         phase: "float32", "float64", or the policy.
-        entries: in the order of computation.
         operations: operations of step 1, by module in the first side's names.
         library: whose layers the model has ("torch", "flax.nnx"); "" where it is not known.
         hidden_reason: why submodules are not visible; "" if they are.
         dropouts: calls of dropout that were turned off in the first pass; None where they cannot be counted.
-        ended: why the run ended before its last step; "" if it did not.
         seconds: wall time of the models alone (steps and passes).
     """
 
     side: str
     phase: str
-    entries: list[Entry] = msgspec.field(default_factory=list)
     operations: list[OperationCount] = msgspec.field(default_factory=list)
     library: str = ""
     hidden_reason: str = ""
     dropouts: int | None = None
-    ended: str = ""
     seconds: float = 0.0
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Entry)
+_MAX_READ: Final = 64
+"""Number of entries that are read at a time."""
 
 
 class TraceWriter:
@@ -116,9 +114,18 @@ class TraceWriter:
 
 def read_entries(path: Path) -> Iterator[Entry]:
     """Yield the entries of a file, up to the last complete one."""
+    return itertools.chain.from_iterable(_read_groups(path))
+
+
+def _read_groups(path: Path) -> Iterator[list[Entry]]:
     with path.open("rb") as file:
+        found: list[Entry] = []
         while len(head := file.read(4)) == 4:
             body = file.read(int.from_bytes(head, "little"))
             if len(body) < int.from_bytes(head, "little"):
-                return
-            yield _DECODER.decode(body)
+                break
+            found.append(_DECODER.decode(body))
+            if len(found) == _MAX_READ:
+                yield found
+                found = []
+        yield found

@@ -38,8 +38,7 @@ from polyamp.parity.verdict.causes.operation_causes import (
     near_operations,
     operation_differences,
 )
-from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
-from polyamp.parity.verdict.causes.step_causes import explain_step
+from polyamp.parity.verdict.causes.step_causes import explain_step, recipe_differences
 from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.parity.verdict.distances import EntryComparison
 from polyamp.recipe.recipe import Recipe
@@ -123,66 +122,55 @@ def build_divergence(
 
 def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     """Return the likely cause of a difference."""
-    labels, alignment, phase, after = known.labels, known.alignment, known.phase, known.after
+    labels, alignment, phase, one = known.labels, known.alignment, known.phase, comparison.one
+    module = one.module.partition("#")[0]
     step_cause = _diagnose_step(comparison, known)
     if step_cause is not None:
         return step_cause
     a, b = comparison.one.sketch, comparison.two.sketch
-    where = _location_text(comparison.one, after)
+    where = _location_text(one, known.after)
     if a is None or b is None:
         if comparison.kind in ("dtype", "operations"):
             sentence = "One side alone computes or stores the loss in 16 bits."
             return Cause("dtype", sentence, [_number_text(comparison, labels)])
         found = _diagnose_loss(comparison, known) or _diagnose_number(comparison, labels)
-        settings = recipe_differences(labels, known.recipes) if comparison.one.stage == "step" else []
+        settings = recipe_differences(labels, known.recipes) if one.stage == "step" else []
         return found._replace(evidence=[*found.evidence, *settings])
     if a.nonfinite != b.nonfinite:
         counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
         return Cause("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
     size = comparison.scale or 1.0
+    own = {label: each / size for label, each in zip(labels, comparison.own, strict=True) if each is not None}
     if comparison.kind == "randomness":
-        own = [
-            f"{label}: two runs of it differ by {each / size:.1e} (relative)."
-            for label, each in zip(labels, comparison.own, strict=True)
-            if each is not None
-        ]
-        return Cause("randomness", f"One side does not repeat itself {where}: something random runs in the model.", own)
+        texts = [f"{label}: two runs of it differ by {each:.1e} (relative)." for label, each in own.items()]
+        sentence = f"One side does not repeat itself {where}: something random runs in the model."
+        return Cause("randomness", sentence, texts)
     if comparison.kind == "operations":
-        place = f"{'Before' if comparison.one.what == 'input' else 'In'} {_path_text(comparison.one)}"
-        own = [
-            f"{each / size:.1e} in {label}"
-            for label, each in zip(labels, comparison.own, strict=True)
-            if each is not None
-        ]
-        evidence = [f"Relative distance from a side's own float32 run: {' and '.join(own)}."] * bool(own)
+        place = f"{'Before' if one.what == 'input' else 'In'} {_path_text(one)}"
+        texts = [f"{each:.1e} in {label}" for label, each in own.items()]
+        evidence = [f"Relative distance from a side's own float32 run: {' and '.join(texts)}."] * bool(own)
         return Cause("dtype", f"{place} one side runs in 16 bits what the other keeps in float32.", evidence)
     if comparison.kind == "dtype":
-        return Cause(
-            "dtype",
-            f"{labels[0]} gives {a.dtype} and {labels[1]} {b.dtype} {where}.",
-            [_width_text(labels, a, b)],
-        )
+        sentence = f"{labels[0]} gives {a.dtype} and {labels[1]} {b.dtype} {where}."
+        return Cause("dtype", sentence, [_width_text(labels, a, b)])
     if comparison.kind == "missing":
-        return missing_gradient(labels, (comparison.one, comparison.two), known.history.both())
-    is_own_setting = comparison.one.what != "input"  # a layer's settings do not explain a difference in its input
-    differences = alignment.differences.get(comparison.one.module.partition("#")[0], []) if is_own_setting else []
-    attributes = (
-        alignment.differing_attributes.get(comparison.one.module.partition("#")[0], []) if is_own_setting else []
-    )
+        return missing_gradient(labels, (one, comparison.two), known.history.both())
+    is_own_setting = one.what != "input"  # a layer's settings do not explain a difference in its input
+    differences = alignment.differences.get(module, []) if is_own_setting else []
+    attributes = alignment.differing_attributes.get(module, []) if is_own_setting else []
     if any(kind in _EPSILON_ATTRIBUTES for kind in attributes):
         return Cause("epsilon", f"Another epsilon {where}.", differences)
-    if comparison.one.step == 0:
-        first = known.history.entries(0).values()
-        return explain_initial_weight(labels, (comparison.one, comparison.two), first)
-    if comparison.one.what == "parameter":
+    if one.step == 0:
+        return explain_initial_weight(labels, (one, comparison.two), known.history.entries(0).values())
+    if one.what == "parameter":
         return _diagnose_parameter(comparison, labels)
-    if comparison.one.what == "average":
+    if one.what == "average":
         return Cause("formula", "Another moving average of what agrees.", ["Compare decay, warmup and every of ema."])
-    if differences and comparison.one.what == "statistic":
+    if differences and one.what == "statistic":
         return Cause("formula", f"Other settings {where}.", differences)
     operations: list[str] = []
-    if comparison.one.stage == "forward":
-        near = [near_operations(trace, alignment, _near_modules(comparison.one)) for trace in known.traces]
+    if one.stage == "forward":
+        near = [near_operations(trace, alignment, _near_modules(one)) for trace in known.traces]
         narrow = narrow_operations(labels, near, where) if phase.name == FLOAT32 else None
         if narrow is not None:
             return narrow
@@ -193,7 +181,7 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
         ]
         if _is_rounded(a, b, comparison.distance / size):
             return Cause("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
-        formula = _diagnose_formula(comparison, known, _location_text(comparison.one, ""))
+        formula = _diagnose_formula(comparison, known, _location_text(one, ""))
         if formula is not None:
             return formula._replace(evidence=[*formula.evidence, *operations, *differences])
     factor = common_factor(a, b)
@@ -218,27 +206,20 @@ def diagnose(comparison: EntryComparison, known: Circumstances) -> Cause:
     text = f"relative distance {comparison.distance / size:.1e}, {comparison.allowed / size:.1e} allowed"
     profile = differing_indices(a, b, comparison.allowed)
     places = index_evidence(profile)
-    if comparison.one.stage == "backward":
-        places = [*backward_evidence(comparison.one, known.history.both()), *places]
+    if one.stage == "backward":
+        places = [*backward_evidence(one, known.history.both()), *places]
     if phase.name != FLOAT32 and None in comparison.own:
-        return Cause(
-            "formula",
-            f"Further apart than the policy explains {where}; without a run in float32 to compare.",
-            [f"{text}.", *places],
-        )
+        sentence = f"Further apart than the policy explains {where}; without a run in float32 to compare."
+        return Cause("formula", sentence, [f"{text}.", *places])
     if phase.name != FLOAT32:
-        return Cause(
-            "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{text}.", *places]
-        )
-    if (
-        comparison.one.what == "output"
-        and alignment.layer_kinds.get(comparison.one.module.partition("#")[0]) == "embedding"
-    ):
+        sentence = f"Alike in float32, and further apart than the policy explains {where}."
+        return Cause("dtype", sentence, [f"{text}.", *places])
+    if one.what == "output" and alignment.layer_kinds.get(module) == "embedding":
         sentence = f"Other rows are looked up {where}: the indices differ, or their order."
         return Cause("formula", sentence, [*operations, *places])
-    queries = _attention_projections(comparison.one, known)
+    queries = _attention_projections(one, known)
     if queries:
-        container = comparison.one.module.rpartition("/")[0]
+        container = one.module.rpartition("/")[0]
         outputs = [known.history.output(path) for path in queries.values()]
         sentence = (
             f"Another attention in {container!r}: {join_first(list(queries), 3)} agree, what is made of them does not."

@@ -1,15 +1,62 @@
-"""`EntryComparison`: the distance of two matching entries and the distance that rounding allows."""
+"""`EntryPair`: two matching entries; `EntryComparison`: their distance and the distance that rounding allows."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from polyamp.parity.trace.sketch import sketch_distance
+import numpy as np
+
+from polyamp.parity.trace.sketch import Sketch, sketch_distance
 from polyamp.parity.trace.trace import Entry
 
+Array = np.ndarray[Any, Any]
 _ROUNDING_GRADIENT_SHARE: Final = 1e-2
 """Largest norm of a float32 gradient, relative to that under the policy, at which the latter is rounding alone."""
+
+
+class EntryPair:
+    """Two matching entries, with what is computed once of them.
+
+    Attributes:
+        one, two: the entries.
+        wide: the same quantity of each side's own wider run; None if there is none.
+        module: path of the module, without the number of its call.
+        array: names of the layer and of the array in it.
+    """
+
+    def __init__(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None] = (None, None)) -> None:
+        self.one, self.two, self.wide = one, two, wide
+        self.module = one.module.partition("#")[0]
+        self.array = one.module, one.name
+
+    @functools.cached_property
+    def sketches(self) -> tuple[Sketch, Sketch]:
+        """The sketches of two arrays."""
+        return self.one.array_sketch, self.two.array_sketch
+
+    @functools.cached_property
+    def samples(self) -> tuple[Array, Array]:
+        """The stored elements of two arrays."""
+        one, two = self.sketches
+        return one.samples(), two.samples()
+
+    @functools.cached_property
+    def distance(self) -> float:
+        """Absolute distance of two arrays."""
+        return sketch_distance(*self.sketches)
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """Norm of the larger array."""
+        one, two = self.sketches
+        return max(one.norm, two.norm)
+
+    @functools.cached_property
+    def own(self) -> tuple[float | None, float | None]:
+        """Distance of each side from its own wider run; None if there is none, or if it is not finite."""
+        return _own_distance(self.one, self.wide[0]), _own_distance(self.two, self.wide[1])
 
 
 class EntryComparison(NamedTuple):
@@ -63,8 +110,7 @@ def prefer_float64_distance(
     return comparison._replace(distance=distance, allowed=allowed)
 
 
-def own_distance(entry: Entry, wide: Entry | None) -> float | None:
-    """Return the distance of a side from its own wider run; None if there is none, or if it is not finite."""
+def _own_distance(entry: Entry, wide: Entry | None) -> float | None:
     if wide is None or wide.sketch is None or entry.sketch is None:
         return None
     found = sketch_distance(entry.sketch, wide.sketch)
@@ -78,15 +124,12 @@ def scalar_distance(one: float, other: float) -> float:
     return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else math.inf
 
 
-def is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry | None]) -> bool:
+def is_rounding_only(pair: EntryPair) -> bool:
     """Return whether a gradient is rounding alone on both sides, as their float32 runs show. Example: the bias of a
     convolution before a batch normalization, whose terms add up to 0."""
     return all(
-        each is not None
-        and each.sketch is not None
-        and side.sketch is not None
-        and each.sketch.norm <= _ROUNDING_GRADIENT_SHARE * side.sketch.norm
-        for side, each in zip(sides, wide, strict=True)
+        each is not None and each.sketch is not None and each.sketch.norm <= _ROUNDING_GRADIENT_SHARE * side.norm
+        for side, each in zip(pair.sketches, pair.wide, strict=True)
     )
 
 

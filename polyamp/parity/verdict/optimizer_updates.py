@@ -3,30 +3,29 @@
 A tiny difference of a gradient may change an update a lot: Adam moves a parameter by the sign of a gradient that is
 rounding alone. So a parameter is compared only in *steady* elements, whose gradients have been far larger than their
 allowed distance at every step so far. The tenth of the elements that differs most is left out too: a fault of an
-optimizer affects all of them. Under a 16-bit policy few elements are steady, and the updates are compared by their
-projections as well (`update_projections`). Both use the samples of the sketches, which have the same indices for a
-parameter, its gradient and its slots.
+optimizer affects all of them.
+
+Under a 16-bit policy few elements are steady, and the updates are compared by their projections as well: the rounding
+of gradients hides an update's difference in most of its elements, but it is of random sign. Along one direction it adds
+up to little, while another rate, decay or momentum adds up in every element: the other update is a multiple of the
+first, or has a multiple of the weight or of the gradient more. Only elements count in which the gradients of both sides
+have agreed to a tenth at every step: elsewhere a right update may have another sign.
+
+Both use the samples of the sketches, which have the same indices for a parameter, its gradient and its slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from polyamp.float_formats import FORMATS
-from polyamp.parity.trace.sketch import sketch_distance
-from polyamp.parity.trace.trace import NOT_SLOTS, Entry
-from polyamp.parity.verdict.distances import EntryComparison, own_distance
+from polyamp.parity.trace.trace import NOT_SLOTS
+from polyamp.parity.verdict.distances import EntryComparison, EntryPair
 from polyamp.parity.verdict.tolerances import FACTOR, PhaseTolerance
-from polyamp.parity.verdict.update_projections import (
-    Projection,
-    elements_that_count,
-    project,
-    relative_distances,
-)
 
 Array = np.ndarray[Any, Any]
 _STEADY_FACTOR: Final = 30.0
@@ -44,6 +43,14 @@ _BETA_ROUNDING: Final = _FLOAT32_ROUNDOFF / 1e-3
 """Relative distance that a slot may have because its weight 1 - beta is computed from a float32 beta, as in
 TensorFlow's kernel: 0.999 is rounded by up to 2^-24, and 1 - 0.999 by a thousand times as much. The bias correction
 removes it from the update."""
+_MAX_GRADIENT_DISTANCE: Final = 0.1
+"""Largest relative distance of a gradient's element on both sides with which the element of the update counts."""
+_MIN_PROJECTED: Final = 8
+"""Least number of such elements from which a projection is judged."""
+_MIN_PROJECTED_SHARE: Final = 0.1
+"""Least share of such elements: two arrays that have nothing in common agree to a tenth in one of 40."""
+_DEVIATIONS: Final = 6.0
+"""Largest accepted projection, in standard deviations of a sum of differences with random signs."""
 
 
 class OptimizerUpdates:
@@ -88,73 +95,62 @@ class OptimizerUpdates:
             total += min(distance / against, 1.0) ** 2 if against else 0.0
         return math.sqrt(total)
 
-    def record_gradient(self, one: Entry, two: Entry, comparison: EntryComparison) -> None:
-        """Record a gradient and its tolerance, before the update that it causes is compared."""
-        key = (one.module, one.name)
-        each = comparison.allowed / math.sqrt(max(one.array_sketch.size, 1))
-        a, b = one.array_sketch.samples(), two.array_sketch.samples()
+    def record_gradient(self, pair: EntryPair, allowed: float) -> None:
+        """Record a gradient and its allowed distance, before the update that it causes is compared."""
+        key = pair.array
+        each = allowed / math.sqrt(max(pair.sketches[0].size, 1))
+        a, b = pair.samples
         least = np.minimum(np.abs(a), np.abs(b))
         apart = relative_distances(a, b)
         self._gradients[key] = a
         self._gradient_distances[key] = np.maximum(apart, self._gradient_distances.get(key, apart))
         steady = least >= _STEADY_FACTOR * each
         self._steady_elements[key] = steady & self._steady_elements.get(key, steady)
-        norm = max(one.array_sketch.norm, two.array_sketch.norm)
-        self._gradient_tolerance[key] = max(
-            self._gradient_tolerance.get(key, 0.0), comparison.allowed / norm if norm else 0.0
-        )
+        share = allowed / pair.scale if pair.scale else 0.0
+        self._gradient_tolerance[key] = max(self._gradient_tolerance.get(key, 0.0), share)
 
-    def compare_slot(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:
+    def compare_slot(self, pair: EntryPair) -> EntryComparison | None:
         """Compare a slot of the optimizer, or a running statistic."""
-        a, b = one.array_sketch, two.array_sketch
-        if a.size != b.size:
+        one, two, own, scale = pair.one, pair.two, pair.own, pair.scale
+        if pair.sketches[0].size != pair.sketches[1].size:
             return None
-        own = own_distance(one, wide[0]), own_distance(two, wide[1])
-        scale = max(a.norm, b.norm)
-        gradient_share = 2.0 * min(self._gradient_tolerance.get((one.module, one.name), 0.0), 1.0)
+        gradient_share = 2.0 * min(self._gradient_tolerance.get(pair.array, 0.0), 1.0)
         same_inputs = one.step <= 1
         allowed = max(
             self._tolerance.allowed(own, float(one.step), scale, same_inputs=same_inputs), gradient_share * scale
         )
         if one.what not in NOT_SLOTS:
             allowed = max(allowed, _BETA_ROUNDING * scale)
-        return EntryComparison(one, two, sketch_distance(a, b), allowed, scale, own)
+        return EntryComparison(one, two, pair.distance, allowed, scale, own)
 
-    def compare_parameter(
-        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]
-    ) -> EntryComparison | None:
+    def compare_parameter(self, pair: EntryPair) -> EntryComparison | None:
         """Compare a parameter after an update; None if rounding hides the update in all of its elements."""
-        if one.array_sketch.size != two.array_sketch.size:
+        one, two = pair.sketches
+        if one.size != two.size:
             return None
-        key = (one.module, one.name)
-        a, b = one.array_sketch.samples(), two.array_sketch.samples()
+        key, is_updated = pair.array, pair.one.step > 0
+        a, b = pair.samples
         before = self._before.get(key, (a, b))
         moved = max(_rms(a - before[0]), self._update_rms.get(key, 0.0))
         self._update_rms[key], self._before[key] = moved, (a, b)
-        root = math.sqrt(max(one.array_sketch.size, 1))
-        self._parameter_distance[key] = (
-            sketch_distance(one.array_sketch, two.array_sketch) / root,
-            max(one.array_sketch.rms, two.array_sketch.rms),
-        )
-        if one.step:
+        self._parameter_distance[key] = (pair.distance / math.sqrt(max(one.size, 1)), max(one.rms, two.rms))
+        if is_updated:
             self._updated.add(key)
             self.has_moved |= bool((a != before[0]).any() or (b != before[1]).any())
-        if one.array_sketch.nonfinite != two.array_sketch.nonfinite:
-            return EntryComparison(one, two, math.inf, 0.0, one.array_sketch.rms, (None, None))
-        found = [self._compare_steady(one, two, wide, before[0])]
-        if one.step and not self._tolerance.wide:
-            found.append(self._compare_projections(one, two, before))
+        if one.nonfinite != two.nonfinite:
+            return EntryComparison(pair.one, pair.two, math.inf, 0.0, one.rms, (None, None))
+        found = [self._compare_steady(pair, before[0])]
+        if is_updated and not self._tolerance.wide:
+            found.append(self._compare_projections(pair, before))
         judged = [each for each in found if each is not None]
-        if judged and one.step:
+        if judged and is_updated:
             self._judged.add(key)
         return max(judged, key=lambda each: (each.counts, each.ratio), default=None)
 
-    def _compare_steady(
-        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], before: Array
-    ) -> EntryComparison | None:
+    def _compare_steady(self, pair: EntryPair, before: Array) -> EntryComparison | None:
         """Compare the steady elements of a parameter; None if there are none."""
-        key = (one.module, one.name)
-        a, b = one.array_sketch.samples(), two.array_sketch.samples()
+        one, two, key = pair.one, pair.two, pair.array
+        a, b = pair.samples
         steady = self._steady_elements.get(key)
         if steady is None:
             steady = np.ones(a.shape, bool)
@@ -162,10 +158,10 @@ class OptimizerUpdates:
             return None
         chosen = _trimmed_rms(a - b, steady)
         own = [
-            None if w is None or w.sketch is None else _trimmed_rms(side - w.array_sketch.samples(), steady)
-            for side, w in zip((a, b), wide, strict=True)
+            None if w is None or w.sketch is None else _trimmed_rms(side - w.sketch.samples(), steady)
+            for side, w in zip((a, b), pair.wide, strict=True)
         ]
-        scale = max(one.array_sketch.rms, two.array_sketch.rms)
+        scale = max(each.rms for each in pair.sketches)
         gradient_share = min(self._gradient_tolerance.get(key, 0.0), 1.0) * self._update_rms[key]
         arithmetic = FACTOR * _FLOAT32_ROUNDOFF * math.sqrt(max(one.step, 1)) * scale
         same_inputs = one.step <= 1
@@ -176,22 +172,19 @@ class OptimizerUpdates:
         why = _explain_update(a, b, before, steady) if chosen > allowed and one.step else ""
         return EntryComparison(one, two, chosen, allowed, scale, (own[0], own[1]), why=why)
 
-    def _compare_projections(self, one: Entry, two: Entry, before: tuple[Array, Array]) -> EntryComparison | None:
+    def _compare_projections(self, pair: EntryPair, before: tuple[Array, Array]) -> EntryComparison | None:
         """Compare the updates of a parameter by their projections; None if too few elements can be judged."""
-        key = (one.module, one.name)
-        apart = self._gradient_distances.get(key)
+        apart = self._gradient_distances.get(pair.array)
         chosen = None if apart is None else elements_that_count(apart)
         if apart is None or chosen is None:
             return None
-        ours, theirs = (
-            entry.array_sketch.samples()[chosen] - old[chosen] for entry, old in zip((one, two), before, strict=True)
-        )
+        ours, theirs = (now[chosen] - old[chosen] for now, old in zip(pair.samples, before, strict=True))
         update = max(ours, theirs, key=_rms)
-        rounding = max(FORMATS[entry.array_sketch.dtype].unit_roundoff for entry in (one, two))
-        scale = max(one.array_sketch.rms, two.array_sketch.rms)
+        rounding = max(FORMATS[each.dtype].unit_roundoff for each in pair.sketches)
+        scale = max(each.rms for each in pair.sketches)
         projections = project(
             (ours, theirs),
-            {"update": update, "weight": before[0][chosen], "gradient": self._gradients[key][chosen]},
+            {"update": update, "weight": before[0][chosen], "gradient": self._gradients[pair.array][chosen]},
             apart[chosen],
             self._tolerance.roundoff,
             FACTOR * rounding * scale,
@@ -200,7 +193,7 @@ class OptimizerUpdates:
         if nearest is None:
             return None
         why = "" if nearest.ratio <= 1.0 else _explain_projection(nearest, _rms(ours) >= _rms(theirs))
-        return EntryComparison(one, two, nearest.distance, nearest.allowed, scale, (None, None), why=why)
+        return EntryComparison(pair.one, pair.two, nearest.distance, nearest.allowed, scale, (None, None), why=why)
 
 
 def _explain_update(a: Array, b: Array, before: Array, steady: Array) -> str:
@@ -256,3 +249,85 @@ def _trimmed_rms(difference: Array, steady: Array) -> float:
     """Return the root mean square of the steady elements, without the largest."""
     found = np.sort(np.abs(difference[steady]))
     return _rms(found[: found.size - int(_TRIM_SHARE * found.size)])
+
+
+class Projection(NamedTuple):
+    """Projection of the difference of two updates.
+
+    Attributes:
+        direction: "update", "weight" or "gradient".
+        multiple: the difference along it, in multiples of it.
+        distance: absolute value of the projection, as a root mean square over the elements.
+        allowed: the largest that rounding explains.
+    """
+
+    direction: str
+    multiple: float
+    distance: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """Distance in multiples of the allowed one."""
+        return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
+
+
+def elements_that_count(gradient_distances: Array) -> Array | None:
+    """Return the mask of the elements whose updates can be judged; None if they are too few.
+
+    Args:
+        gradient_distances: as for `project`, of all elements.
+    """
+    found: Array = gradient_distances <= _MAX_GRADIENT_DISTANCE
+    count = int(np.count_nonzero(found))
+    return found if count >= max(_MIN_PROJECTED, _MIN_PROJECTED_SHARE * found.size) else None
+
+
+def relative_distances(one: Array, two: Array) -> Array:
+    """Return the distance of each pair of elements, relative to the larger; 0 where both are 0."""
+    larger = np.maximum(np.abs(one), np.abs(two))
+    found: Array = np.abs(one - two) / np.where(larger > 0.0, larger, 1.0)
+    return found
+
+
+def project(
+    updates: tuple[Array, Array],
+    directions: Mapping[str, Array],
+    gradient_distances: Array,
+    roundoff: float,
+    arithmetic: float,
+) -> list[Projection]:
+    """Return the projections of the difference of two updates on each direction that is not 0.
+
+    What rounding explains is the sum of three parts: `_DEVIATIONS` standard deviations of the differences that are left
+    without the projection; the update's size times what its gradients are apart, or times a few roundings where that is
+    more, because these need not be of random sign; and the rounding of the parameter. Rounding follows a gradient, and
+    no weight: along the weight the second part is at most what is left without the projection.
+
+    Args:
+        updates: of both sides, one dimension, the elements that count.
+        directions: name -> array of the same elements.
+        gradient_distances: relative distance of the gradients, element by element, the largest of all steps.
+        roundoff: unit roundoff of the phase.
+        arithmetic: rounding of an element of the parameter.
+    """
+    one, two = updates
+    difference, count = two - one, len(one)
+    larger = max(updates, key=lambda update: float(np.linalg.norm(update)))
+    systematic = max(
+        FACTOR * roundoff * float(np.linalg.norm(larger)), float(np.linalg.norm(gradient_distances * larger))
+    )
+    found = []
+    for name, array in directions.items():
+        length = float(np.linalg.norm(array))
+        if not length:
+            continue
+        unit = array / length
+        along = float(difference @ unit)
+        rest = difference - along * unit
+        spread = float(np.linalg.norm(rest * unit)) * math.sqrt(count / (count - 1))
+        share = min(systematic, float(np.linalg.norm(rest))) if name == "weight" else systematic
+        allowed = _DEVIATIONS * spread + share + arithmetic * math.sqrt(count)
+        root = math.sqrt(count)
+        found.append(Projection(name, along / length, abs(along) / root, allowed / root))
+    return found

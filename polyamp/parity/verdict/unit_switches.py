@@ -20,7 +20,8 @@ import numpy as np
 
 from polyamp.contract.casting_report import OperationCount
 from polyamp.parity.trace.sketch import Sketch, sample_indices
-from polyamp.parity.trace.trace import Entry, Trace
+from polyamp.parity.trace.trace import Trace
+from polyamp.parity.verdict.distances import EntryPair
 
 Array = np.ndarray[Any, Any]
 _THRESHOLDS: Final = """
@@ -57,52 +58,46 @@ class UnitSwitches:
         self.share = 0.0
         self._columns = {}
 
-    def observe(self, entry: Entry, one: Sketch, two: Sketch, depth: int) -> None:
-        """Record a compared entry of a step, in program order.
+    def observe(self, pair: EntryPair, depth: int) -> None:
+        """Record the entries of a step that are compared, in program order.
 
         Args:
-            entry: the first side's.
-            one, two: sketches of both sides.
+            pair: the entries, of arrays.
             depth: approximate number of roundings before.
         """
-        module = entry.module
-        if entry.what.startswith("output"):
-            self._record_output(module, one, two, depth)
-        elif entry.what == "cotangent":
-            self._columns.pop(module, None)  # it shows the units themselves
-            self.record(one, two, depth)
-        elif entry.what == "gradient":
-            self.record(one, two, depth)
-            self._record_gradient(module.partition("#")[0], one, two)
-
-    def _record_output(self, module: str, one: Sketch, two: Sketch, depth: int) -> None:
-        """Record an output: which of the layer's units are off on one side alone, in some row.
-
-        Args:
-            module: path of the layer.
-            one, two: of both sides.
-            depth: approximate number of roundings before.
-        """
-        if not self.are_possible or one.shape != two.shape or not one.shape:
+        if not self.are_possible:
             return
-        switched = (one.samples() == 0.0) != (two.samples() == 0.0)
-        if 0 < int(np.count_nonzero(switched)) <= self._most(depth, switched.size):
-            self._columns[module] = {int(each) for each in _columns(one)[switched]}
+        what, module = pair.one.what, pair.one.module
+        if what.startswith("output"):
+            self._record_output(pair, depth)
+        elif what == "cotangent":
+            self._columns.pop(module, None)  # it shows the units themselves
+            self._record_zeros(pair, depth)
+        elif what == "gradient":
+            self._record_zeros(pair, depth)
+            self._record_gradient(pair)
 
-    def _record_gradient(self, module: str, one: Sketch, two: Sketch) -> None:
+    def _record_output(self, pair: EntryPair, depth: int) -> None:
+        """Record an output: which of the layer's units are off on one side alone, in some row."""
+        one, two = pair.sketches
+        if one.shape != two.shape or not one.shape:
+            return
+        a, b = pair.samples
+        switched = (a == 0.0) != (b == 0.0)
+        if 0 < int(np.count_nonzero(switched)) <= self._most(depth, switched.size):
+            self._columns[pair.one.module] = {int(each) for each in _columns(one)[switched]}
+
+    def _record_gradient(self, pair: EntryPair) -> None:
         """Record the gradient of a parameter of a layer whose gradient with respect to the output is not compared.
 
         `share` is from here on at least the norm of the difference in the columns of switched units, relative to the
         whole, less what the other columns explain: a factor that all columns have is no switch.
-
-        Args:
-            module: path of the layer.
-            one, two: of both sides.
         """
-        columns = self._columns.get(module)
+        columns = self._columns.get(pair.module)
+        one, two = pair.sketches
         if not columns or one.shape != two.shape or not one.shape:
             return
-        a, b = one.samples(), two.samples()
+        a, b = pair.samples
         inside = np.isin(_columns(one), list(columns))
         whole, rest = float(max(map(np.linalg.norm, (a, b)))), float(np.linalg.norm(a[~inside]))
         if not rest:
@@ -110,19 +105,15 @@ class UnitSwitches:
         usual = float(np.linalg.norm((a - b)[~inside])) / rest * float(np.linalg.norm(a[inside]))
         self.share = max(self.share, (float(np.linalg.norm((a - b)[inside])) - usual) / whole)
 
-    def record(self, one: Sketch, two: Sketch, depth: int) -> None:
+    def _record_zeros(self, pair: EntryPair, depth: int) -> None:
         """Record the gradients with respect to an output or a parameter.
 
         `share` is from here on at least the norm of the elements that are 0 on one side alone, relative to the whole;
         unless they are more than rounding switches.
-
-        Args:
-            one, two: of both sides.
-            depth: approximate number of roundings before.
         """
-        if not self.are_possible or one.size != two.size:
+        if pair.sketches[0].size != pair.sketches[1].size:
             return
-        a, b = one.samples(), two.samples()
+        a, b = pair.samples
         switched = (a == 0.0) != (b == 0.0)
         count = int(np.count_nonzero(switched))
         whole = float(max(np.linalg.norm(a), np.linalg.norm(b)))

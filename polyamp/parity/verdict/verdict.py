@@ -12,19 +12,18 @@ from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, trains, u
 from polyamp.parity.report_data import Comparison, ComparisonRow, Divergence, JudgedUpdates
 from polyamp.parity.trace.sketch import sketch_distance
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace, entry_key
-from polyamp.parity.verdict import hidden_modules, op_dtypes
+from polyamp.parity.verdict import op_dtypes, step_entries
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.parity.verdict.diagnosis import Circumstances, build_divergence
 from polyamp.parity.verdict.distances import (
     EntryComparison,
+    EntryPair,
     has_equal_layout,
     is_rounding_only,
-    own_distance,
     prefer_float64_distance,
     scalar_distance,
 )
-from polyamp.parity.verdict.judge_precision import JudgePrecision
 from polyamp.parity.verdict.notes import NOTHING_MOVED, dropout_notes, notes_of_uncompared, settle_activations
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.step_entries import (
@@ -36,7 +35,7 @@ from polyamp.parity.verdict.step_entries import (
     module_path,
     order_entries,
 )
-from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
+from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, JudgePrecision, PhaseTolerance
 from polyamp.parity.verdict.unit_switches import UnitSwitches
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.recipe.recipe import Recipe
@@ -79,15 +78,9 @@ def compare_traces(
         if name not in by_phase:
             continue
         phase, one, two = by_phase[name]
-        same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
-        tolerance = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, same_policy)
-        clips = any(recipe is not None and any(recipe.clip) for recipe in recipes)
         wider = by_phase[wider_phase[name]][1:] if wider_phase[name] in by_phase else ()
-        judges = [run.trace for run in wider] if tolerance.wide else []
-        judge = JudgePrecision(alignment, judges, tolerance.roundoff)
-        comparison = _PhaseComparison(
-            labels, phase, tolerance, alignment, (one.trace, two.trace), clips, judge, recipes
-        )
+        judges = [run.trace for run in wider] if name == FLOAT32 else []
+        comparison = _PhaseComparison(labels, phase, alignment, (one.trace, two.trace), judges, recipes)
         wider_steps = itertools.chain(
             itertools.zip_longest(*map(entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
         )
@@ -123,18 +116,20 @@ class _PhaseComparison:
         self,
         labels: tuple[str, str],
         phase: Phase,
-        tolerance: PhaseTolerance,
         alignment: Alignment,
         traces: tuple[Trace, Trace],
-        clips: bool,
-        judge: JudgePrecision,
+        judges: Sequence[Trace],
         recipes: tuple[Recipe | None, Recipe | None],
     ) -> None:
+        same_policy = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
+        tolerance = PhaseTolerance(unit_roundoff(recipes, phase), phase.name == FLOAT32, same_policy)
         one, two = (None if recipe is None or not trains(recipe) else recipe for recipe in recipes)
         self._history = StepHistory()
         self._known = Circumstances(labels, phase, alignment, traces, (one, two), self._history, tolerance.roundoff)
-        self._judge, self._judged, self._are_judges_equal = judge, "", True
-        self._clips, self._is_exact_only = clips, False
+        self._judge = JudgePrecision(alignment, judges, tolerance.roundoff)
+        self._judged, self._are_judges_equal = "", True
+        self._clips = any(recipe is not None and any(recipe.clip) for recipe in recipes)
+        self._is_exact_only = False
         self._labels, self._phase, self._tolerance = labels, phase, tolerance
         self._alignment, self._traces = alignment, traces
         self._worst: dict[tuple[str, ...], EntryComparison] = {}
@@ -153,7 +148,7 @@ class _PhaseComparison:
     def step(self, ours: StepEntries, theirs: StepEntries, wide_ours: StepEntries, wide_theirs: StepEntries) -> None:
         """Compare one step of both sides."""
         if ours and theirs:
-            ours, theirs = hidden_modules.add_zero_gradients(self._alignment, ours, theirs)
+            ours, theirs = step_entries.add_zero_gradients(self._alignment, ours, theirs)
         self._history.advance(ours, theirs)
         overflowed = has_overflow(ours, theirs)
         self._drift = self._updates.drift(
@@ -176,48 +171,48 @@ class _PhaseComparison:
                 continue
             if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
                 continue  # frameworks differ in where infinities arise; only the step's reaction is compared
-            wide = (wide_ours.get(entry_key(entry)), wide_theirs.get(entry_key(other)))
-            leaf = module_path(entry.module) not in self._alignment.containers
-            depth += entry.what.startswith("output") and leaf
+            pair = EntryPair(entry, other, (wide_ours.get(entry_key(entry)), wide_theirs.get(entry_key(other))))
+            module, is_output = pair.module, entry.what.startswith("output")
+            leaf = module not in self._alignment.containers
+            depth += is_output and leaf
             found: EntryComparison | None
             if entry.sketch is None:
-                found = self._compare_numbers(entry, other, wide, depth, last_output, allowed_gradients)
+                found = self._compare_numbers(pair, depth, last_output, allowed_gradients)
             elif entry.what == "parameter":
-                found = self._updates.compare_parameter(entry, other, wide)
+                found = self._updates.compare_parameter(pair)
             elif entry.stage == "update":
-                found = self._updates.compare_slot(entry, other, wide)
+                found = self._updates.compare_slot(pair)
             else:
                 floor = gradient_floor * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
                 depths = depth * (1 if entry.stage == "forward" else 2)
-                if other.sketch is not None:
-                    self._switches.observe(entry, entry.sketch, other.sketch, depths)
-                found = self._compare_before_activation(
-                    entry, self._compare_arrays(entry, other, wide, depths, floor), ours, theirs, wide, depths
-                )
+                self._switches.observe(pair, depths)
+                found = self._compare_arrays(pair, depths, floor)
+                if is_output and found is not None and found.counts:
+                    found = self._compare_before_activation(pair, found, ours, theirs, depths)
             if found is None:
                 continue
-            module = module_path(entry.module)
             found, mismatch = mismatches.place(found, ours, theirs)
-            if entry.stage == "forward" and found.counts and module in self._alignment.parameter_owners:
+            differs = found.counts
+            if entry.stage == "forward" and differs and module in self._alignment.parameter_owners:
                 behind = behind or found
-            elif entry.stage != "forward" or (leaf and not found.counts):
+            elif entry.stage != "forward" or (leaf and not differs):
                 behind = None
             if entry.what == "gradient":
-                self._updates.record_gradient(entry, other, found)
-                allowed_gradients[entry.module, entry.name] = found.allowed
-            if entry.what.startswith("output") and leaf and not found.counts:
+                self._updates.record_gradient(pair, found.allowed)
+                allowed_gradients[pair.array] = found.allowed
+            if is_output and leaf and not differs:
                 last = entry.module
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
                 last_output = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
-            if found.counts and not found.kind and not module and entry.what.startswith("output"):
+            if differs and not found.kind and not module and is_output:
                 suspect = suspect or self._divergence(behind or found, last, ours, theirs)
                 continue
-            if suspect is not None and found.counts and not module and entry.stage == "backward":
+            if suspect is not None and differs and not module and entry.stage == "backward":
                 continue  # the loss takes another output, so that its gradients differ too
-            if found.counts and suspect is not None and self.first is None and is_downstream_of_output(entry):
+            if differs and suspect is not None and self.first is None and is_downstream_of_output(entry):
                 self.first = suspect
             self._record_worst(found)
-            if found.counts and (leaf or found.kind == "operations") and self.first is None:
+            if differs and (leaf or found.kind == "operations") and self.first is None:
                 self.first = self._divergence(behind or found, last, ours, theirs, mismatch)
         if suspect is not None and self.first is None:
             self._add_note(
@@ -253,12 +248,12 @@ class _PhaseComparison:
         """Return the divergence at an entry, or at a layer before it whose output is not compared."""
         between: list[str] = []
         if found.one.stage == "forward" and found.one.sketch is not None:
-            shown = hidden_modules.output_modules(
+            shown = step_entries.output_modules(
                 e for e in ours.values() if self._partner_key(e) in theirs and self._is_compared(e)
             )
             place = (module_path(last), module_path(found.one.module))
-            between = hidden_modules.hidden_recurrent_cells(self._alignment, shown, *place)
-            calls = [] if between else hidden_modules.one_sided_layers(self._alignment, (ours, theirs), *place)
+            between = step_entries.hidden_recurrent_cells(self._alignment, shown, *place)
+            calls = [] if between else step_entries.one_sided_layers(self._alignment, (ours, theirs), *place)
             if calls:
                 between = [path for path, _ in calls]
                 observation = observation or "; ".join(f"{self._labels[n]} alone calls {path!r}" for path, n in calls)
@@ -266,12 +261,12 @@ class _PhaseComparison:
 
     def _partner_key(self, entry: Entry) -> tuple[Any, ...]:
         """Return the key of the other side's entry."""
-        module = module_path(entry.module)
-        if entry.what == "output" and module in self._alignment.activations_after_first:
+        activation = self._alignment.activations_after_first.get(entry.module.partition("#")[0])
+        if activation is None:
+            return entry_key(entry)
+        if entry.what == "output":
             return ()
-        what = (
-            "output" if entry.what == f"output, {self._alignment.activations_after_first.get(module)}" else entry.what
-        )
+        what = "output" if entry.what == f"output, {activation}" else entry.what
         return entry.step, entry.stage, entry.module, what, entry.name
 
     def _allowed_distance(
@@ -282,8 +277,8 @@ class _PhaseComparison:
         allowed = self._tolerance.allowed(
             own, depth, scale, same_inputs=not later, switched=self._switched_share(entry), drift=drift
         )
-        narrow = self._judge.common(module_path(entry.module), forward=entry.stage == "forward")
-        return max(allowed, FACTOR * self._tolerance.arithmetic(depth, scale, narrow))
+        narrow = self._judge.common(entry.module.partition("#")[0], forward=entry.stage == "forward")
+        return max(allowed, FACTOR * self._tolerance.arithmetic(depth, scale, narrow)) if narrow else allowed
 
     def _switched_share(self, entry: Entry) -> float | None:
         """Return the share of units of a ReLU or a maximum that rounding has switched before an entry."""
@@ -300,7 +295,7 @@ class _PhaseComparison:
             and entry.module in self._alignment.variance_conventions
         ):
             return False
-        recurrent = self._alignment.layer_kinds.get(module_path(entry.module)) in RECURRENT_KINDS
+        recurrent = self._alignment.layer_kinds.get(entry.module.partition("#")[0]) in RECURRENT_KINDS
         if recurrent and entry.what == "parameter" and "bias" in entry.name:
             return False  # only the sum of two biases, or of one with a constant of haiku's, has a meaning
         if recurrent and entry.sketch is not None and entry.what in ("output", "cotangent"):
@@ -311,55 +306,44 @@ class _PhaseComparison:
             return False
         return entry.stage != "update" or not (self._clips or entry.module in self._alignment.merged_biases)
 
-    def _compare_arrays(
-        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, min_scale: float
-    ) -> EntryComparison | None:
-        a, b = one.array_sketch, two.array_sketch
+    def _compare_arrays(self, pair: EntryPair, depth: int, min_scale: float) -> EntryComparison | None:
+        one, two = pair.one, pair.two
+        a, b = pair.sketches
         if not has_equal_layout(a.shape, b.shape):
             self.shape_notes[one.module, one.what] = (
                 f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "
                 f"{self._labels[1]}: its {one.what} is not compared"
             )
             return None
-        scale = max(a.norm, b.norm)
-        own = own_distance(one, wide[0]), own_distance(two, wide[1])
+        scale, own, distance = pair.scale, pair.own, pair.distance
         allowed = self._allowed_distance(own, depth, max(scale, min_scale), one)
-        if one.what == "gradient" and not self._tolerance.wide and is_rounding_only((one, two), wide):
+        if one.what == "gradient" and not self._tolerance.wide and is_rounding_only(pair):
             allowed = max(allowed, FACTOR * max(each for each in own if each is not None))
         kind = ""
-        narrow = [each.dtype in HALF_DTYPES for each in (a, b)]
-        product = self._alignment.layer_kinds.get(one.module.partition("#")[0]) in _MATMUL_KINDS
-        if (
-            one.what.startswith("output")
-            and product
-            and self._tolerance.same_policy
-            and a.dtype != b.dtype
-            and any(narrow)
-        ):
-            kind = "dtype"
+        product = self._alignment.layer_kinds.get(pair.module) in _MATMUL_KINDS
+        if a.dtype != b.dtype and one.what.startswith("output") and product and self._tolerance.same_policy:
+            kind = "dtype" if a.dtype in HALF_DTYPES or b.dtype in HALF_DTYPES else ""
         if self._has_one_dtype_table and one.step == 1 and one.stage == "forward" and not kind:
             if one.what == "input" and not product and op_dtypes.is_narrow_alone(a, b):
                 kind = "dtype"
             elif op_dtypes.is_rounded_alone(own, scale, self._tolerance.roundoff):
                 kind = "operations"
-        known = [each for each in own if each is not None]
-        random = one.step == 1 and one.what.startswith("output") and self._tolerance.wide
-        if random and known and max(known) > RANDOMNESS_LIMIT * scale:
+        is_judged = one.step == 1 and one.what.startswith("output") and self._tolerance.wide
+        if is_judged and any(each is not None and each > RANDOMNESS_LIMIT * scale for each in own):
             kind = "randomness"
-        distance = sketch_distance(a, b)
-        if distance > allowed and (hidden_modules.is_absent(one) or hidden_modules.is_absent(two)):
+        if distance > allowed and (step_entries.is_absent(one) or step_entries.is_absent(two)):
             kind = "missing"
         found = EntryComparison(one, two, distance, allowed, scale, own, kind)
         if one.stage == "forward" and one.step == 1 and self._tolerance.wide and not found.counts:
-            return prefer_float64_distance(found, wide, self._judge_limit(one, wide, depth, scale))
+            return prefer_float64_distance(found, pair.wide, self._judge_limit(pair, depth))
         return found
 
-    def _judge_limit(self, one: Entry, wide: tuple[Entry | None, Entry | None], depth: int, scale: float) -> float:
+    def _judge_limit(self, pair: EntryPair, depth: int) -> float:
         """Return how far the wider runs may be apart in an output: more where they are rounded themselves, unless they
         were equal up to the module before, and nothing in between is rounded."""
-        module, before, was_equal = module_path(one.module), self._judged, self._are_judges_equal
-        sketches = [each.sketch for each in wide if each is not None and each.sketch is not None]
-        if len(sketches) == len(wide):
+        module, scale, before, was_equal = pair.module, pair.scale, self._judged, self._are_judges_equal
+        sketches = [each.sketch for each in pair.wide if each is not None and each.sketch is not None]
+        if len(sketches) == len(pair.wide):
             self._are_judges_equal &= sketch_distance(sketches[0], sketches[1]) <= _EQUAL_JUDGES * scale
             self._judged = module
         rounded = self._judge.limit(module)
@@ -368,38 +352,29 @@ class _PhaseComparison:
         return FACTOR * self._tolerance.arithmetic(depth, scale, rounded)
 
     def _compare_before_activation(
-        self,
-        entry: Entry,
-        comparison: EntryComparison | None,
-        ours: StepEntries,
-        theirs: StepEntries,
-        wide: tuple[Entry | None, Entry | None],
-        depth: int,
-    ) -> EntryComparison | None:
+        self, pair: EntryPair, comparison: EntryComparison, ours: StepEntries, theirs: StepEntries, depth: int
+    ) -> EntryComparison:
         """Return `comparison`, or the comparison before an activation that only one side's recorded output includes."""
-        if comparison is None or not comparison.counts or not entry.what.startswith("output"):
-            return comparison
-        key = entry.step, entry.stage, entry.module
-        one: Entry | None = entry
-        two: Entry | None = comparison.two
-        if entry.what == "output":
+        key = pair.one.step, pair.one.stage, pair.one.module
+        one: Entry | None = pair.one
+        two: Entry | None = pair.two
+        if pair.one.what == "output":
             two = theirs.get((*key, BEFORE_ACTIVATION, ""))
         else:
             one = ours.get((*key, "output", ""))
         if one is None or two is None:
             return comparison
-        nearer = self._compare_arrays(one, two, (None, None), depth, 0.0)
+        nearer = self._compare_arrays(EntryPair(one, two), depth, 0.0)
         return comparison if nearer is None or nearer.counts else nearer
 
     def _compare_numbers(
         self,
-        one: Entry,
-        two: Entry,
-        wide: tuple[Entry | None, Entry | None],
+        pair: EntryPair,
         depth: int,
         last_output: tuple[float, float] | None,
         gradients: Mapping[tuple[str, str], float],
     ) -> EntryComparison:
+        one, two = pair.one, pair.two
         assert one.number is not None
         assert two.number is not None
         scale = max(abs(one.number), abs(two.number))
@@ -408,7 +383,7 @@ class _PhaseComparison:
             return EntryComparison(one, two, distance, 0.0, scale, (None, None))
         own = tuple(
             None if each is None or each.number is None else scalar_distance(side.number or 0.0, each.number)
-            for side, each in zip((one, two), wide, strict=True)
+            for side, each in zip((one, two), pair.wide, strict=True)
         )
         allowed = self._allowed_distance((own[0], own[1]), depth, scale, one)
         if one.what == "loss" and last_output is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.parity.report.report import (
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import (
     Comparison,
     ComparisonRow,
     Curve,
@@ -15,7 +16,6 @@ from polyamp.parity.report.report import (
     DivergenceKind,
     Environment,
     Failure,
-    Report,
     SideValues,
 )
 

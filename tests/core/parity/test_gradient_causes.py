@@ -13,7 +13,7 @@ from polyamp.parity.verdict.causes.element_profile import attention_evidence, di
 from polyamp.parity.verdict.causes.gradient_causes import backward_evidence, missing_gradient
 from polyamp.parity.verdict.causes.initial_weights import explain_initial_weight
 from polyamp.parity.verdict.causes.normalizations import has_batch_statistics
-from polyamp.parity.verdict.hidden_modules import is_absent
+from polyamp.parity.verdict.step_entries import is_absent
 
 Array = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)

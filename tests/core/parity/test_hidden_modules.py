@@ -11,8 +11,7 @@ from polyamp.parity.precisions import FLOAT32, Phase
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.hidden_modules import hidden_recurrent_cells
-from polyamp.parity.verdict.step_entries import PhaseTrace
+from polyamp.parity.verdict.step_entries import PhaseTrace, hidden_recurrent_cells
 from polyamp.parity.verdict.verdict import compare_traces
 
 

@@ -18,7 +18,8 @@ from matplotlib import image
 from matplotlib.colors import to_rgb
 
 from polyamp.parity.report import html_charts, html_page, png_charts
-from polyamp.parity.report.report import Comparison, ComparisonRow, Curve, Divergence, Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison, ComparisonRow, Curve, Divergence
 from tests.core.parity import reports
 
 KINDS = reports.kinds()
@@ -332,7 +333,9 @@ def test_one_step_has_numbers_and_no_curve() -> None:
 
 
 def test_errors_are_placed_by_module_and_size() -> None:
-    points = [html_charts.ErrorPoint(1, 1e-7, 1e-6, False), html_charts.ErrorPoint(3, 1e-4, 1e-6, True)]
+    near = reports.report().comparisons[0].rows[0]
+    near = msgspec.structs.replace(near, distance=1e-7, allowed=1e-6, counts=False)
+    points = [(1, near), (3, msgspec.structs.replace(near, distance=1e-4, counts=True))]
     drawn = html_charts.error_chart("forward, float32", points, 3, mark=3)
     assert "forward, float32: 1 of 2 modules beyond what rounding allows" in drawn
     (fine,) = re.findall(r'class="fine" d="M([\d.]+) ([\d.]+)h0"', drawn)

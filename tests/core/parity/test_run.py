@@ -16,7 +16,8 @@ from polyamp import ArgumentError, Recipe, RecipeError
 from polyamp._version import __version__
 from polyamp.parity.execution import worker_messages
 from polyamp.parity.execution.runner import run
-from polyamp.parity.report.report import Failure, Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Failure
 from polyamp.parity.trace import trace
 
 STEPS = 3

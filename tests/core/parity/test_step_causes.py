@@ -13,8 +13,7 @@ from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.causes.recipe_differences import recipe_differences
-from polyamp.parity.verdict.causes.step_causes import explain_step
+from polyamp.parity.verdict.causes.step_causes import explain_step, recipe_differences
 from polyamp.parity.verdict.causes.step_history import StepHistory
 from polyamp.parity.verdict.step_entries import PhaseTrace
 from polyamp.parity.verdict.verdict import compare_traces

@@ -9,9 +9,9 @@ import pytest
 
 from polyamp.parity.report.formatting import numbers, plain, truncate_end, truncate_middle
 from polyamp.parity.report.html_page import render_html
-from polyamp.parity.report.report import Failure, JudgedUpdates, Report, SideValues
+from polyamp.parity.report.report import Report
 from polyamp.parity.report.text_report import render_text
-from polyamp.parity.report_data import OperationSite
+from polyamp.parity.report_data import Failure, JudgedUpdates, OperationSite, SideValues
 from tests.core.parity import reports
 
 KINDS = reports.kinds()

@@ -13,11 +13,17 @@ from polyamp.parity.precisions import FLOAT32, FLOAT64, Phase
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.parity.verdict.distances import EntryComparison, prefer_float64_distance
-from polyamp.parity.verdict.judge_precision import JudgePrecision
+from polyamp.parity.verdict.distances import EntryComparison, EntryPair, prefer_float64_distance
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.step_entries import PhaseTrace
-from polyamp.parity.verdict.tolerances import DRIFT_FACTOR, FACTOR, NO_WIDE_RUN_FACTOR, SWITCH_FACTOR, PhaseTolerance
+from polyamp.parity.verdict.tolerances import (
+    DRIFT_FACTOR,
+    FACTOR,
+    NO_WIDE_RUN_FACTOR,
+    SWITCH_FACTOR,
+    JudgePrecision,
+    PhaseTolerance,
+)
 from polyamp.parity.verdict.verdict import compare_traces
 
 SINGLE, BRAIN = 2.0**-24, 2.0**-8
@@ -86,11 +92,11 @@ def test_rate_and_decay_are_told_apart(moved: Any, why: str) -> None:
     before, gradient = rng.standard_normal((2, 200)).astype("f4")
     updates = OptimizerUpdates(PhaseTolerance(SINGLE, True, True))
     start = _entry(0, "update", "fc", "parameter", before, "kernel")
-    assert updates.compare_parameter(start, start, (None, None)) is not None
+    assert updates.compare_parameter(EntryPair(start, start)) is not None
     ours = _entry(1, "update", "fc", "parameter", before - 0.1 * gradient, "kernel")
     theirs = _entry(1, "update", "fc", "parameter", moved(before, gradient), "kernel")
 
-    found = updates.compare_parameter(ours, theirs, (None, None))
+    found = updates.compare_parameter(EntryPair(ours, theirs))
 
     assert found is not None
     assert found.counts

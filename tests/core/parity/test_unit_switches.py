@@ -13,6 +13,7 @@ from polyamp.parity.report_data import Comparison
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import Entry, Stage, Trace
 from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.distances import EntryPair
 from polyamp.parity.verdict.step_entries import PhaseTrace
 from polyamp.parity.verdict.unit_switches import UnitSwitches, has_thresholds
 from polyamp.parity.verdict.verdict import compare_traces
@@ -44,7 +45,9 @@ def test_operations_say_whether_units_can_switch(names: tuple[str, ...], expecte
 
 def recorded(one: Any, two: Any, *names: str) -> float:
     switches = UnitSwitches([Trace(side="", phase=POLICY, operations=operations(*names))], BRAIN)
-    switches.record(*(sketch(np.asarray(array, np.float32), "float32") for array in (one, two)), 4)
+    sketches = [sketch(np.asarray(array, np.float32), "float32") for array in (one, two)]
+    entries = [Entry(step=1, stage="backward", module="fc", what="gradient", sketch=each) for each in sketches]
+    switches.observe(EntryPair(*entries), 4)
     return switches.share
 
 

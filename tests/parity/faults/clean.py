@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from polyamp import Group, adam, adamw, lion, no_decay, rmsprop, schedules, sgd
-from polyamp.parity.report.report import Comparison, Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison
 from tests.fixtures.port import common
 from tests.parity.faults.finding import compared, largest
 from tests.parity.faults.in_precision import DROPOUT

@@ -13,7 +13,8 @@ from unittest import mock
 
 import polyamp
 from polyamp.errors import PolyampError
-from polyamp.parity.report.report import Comparison, Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison
 from polyamp.parity.verdict import verdict as verdicts
 from polyamp.porting.check import Batch
 from tests.parity.faults.losses import loss_fn

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from polyamp.errors import PortError
-from polyamp.parity.report.report import Comparison, Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.report_data import Comparison
 from tests.parity.faults.clean import said
 from tests.parity.faults.finding import is_right, largest
 from tests.parity.held_out.clean_pairs import Pair

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from polyamp.errors import join_first
-from polyamp.parity.trace.sketch import sketch_distance
-from polyamp.parity.trace.trace import Entry, entry_key
+from polyamp.parity.trace.trace import Entry
 from polyamp.parity.verdict.causes.cause import Cause
-from polyamp.parity.verdict.hidden_modules import is_absent
+from polyamp.parity.verdict.causes.known_arrays import agreed_before
+from polyamp.parity.verdict.step_entries import is_absent
 
 _EQUAL: Final = 1e-4
 _MAX_NAMED: Final = 4
@@ -55,17 +55,11 @@ def backward_evidence(entry: Entry, sides: tuple[Mapping[Any, Entry], Mapping[An
         sides: all entries of the step, of both sides.
     """
     agreed = ""
-    for key, each in sides[0].items():
-        if key == entry_key(entry):
-            break
-        other = sides[1].get(key)
-        if each.what != "cotangent" or each.sketch is None or other is None or other.sketch is None:
-            continue
-        if sketch_distance(each.sketch, other.sketch) <= _EQUAL * each.sketch.norm:
-            agreed = each.module
-            if entry.what == "gradient" and each.module.partition("#")[0] == entry.module:
-                return [
-                    f"The gradient that reaches the output of {entry.module!r} agrees. Is {entry.name!r} used "
-                    "elsewhere too (tied), and detached there in one side, or counted twice?"
-                ]
+    for each in agreed_before(entry, *sides, ("cotangent",), _EQUAL):
+        agreed = each.module
+        if entry.what == "gradient" and each.module.partition("#")[0] == entry.module:
+            return [
+                f"The gradient that reaches the output of {entry.module!r} agrees. Is {entry.name!r} used elsewhere "
+                "too (tied), and detached there in one side, or counted twice?"
+            ]
     return [f"The gradient that reaches the output of {agreed!r} agrees: between the two."] if agreed else []

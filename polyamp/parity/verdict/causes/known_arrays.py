@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -48,6 +48,27 @@ class KnownArray(NamedTuple):
         return math.prod(self.shape) == self.values.size
 
 
+def agreed_before(
+    entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry], kinds: Container[str], tolerance: float
+) -> Iterator[Entry]:
+    """Yield the first side's arrays that were recorded before an entry and agree.
+
+    Args:
+        entry: of the first side.
+        ours, theirs: all entries of the step, of both sides.
+        kinds: what is looked at (`Entry.what`).
+        tolerance: relative distance up to which two arrays agree.
+    """
+    for key, each in ours.items():
+        if key == entry_key(entry):
+            return
+        other = theirs.get(key)
+        if each.what not in kinds or each.sketch is None or other is None or other.sketch is None:
+            continue
+        if sketch_distance(each.sketch, other.sketch) <= tolerance * each.sketch.norm:
+            yield each
+
+
 def known_arrays(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
     """Return arrays of the size of an entry's that were recorded before it and agree, the latest first.
 
@@ -72,17 +93,11 @@ def known_columns(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, 
 
 def _agreed(entry: Entry, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> list[KnownArray]:
     """Return the arrays of the forward pass that were recorded before an entry and agree, the latest first."""
-    found: list[KnownArray] = []
-    for each in ours.values():
-        if entry_key(each) == entry_key(entry):
-            break
-        other = theirs.get(entry_key(each))
-        if each.stage != "forward" or each.sketch is None or other is None or other.sketch is None:
-            continue
-        if each.what not in _WORDS or not each.sketch.shape:
-            continue
-        if sketch_distance(each.sketch, other.sketch) <= _EQUAL * max(each.sketch.norm, 1e-30):
-            found.append(KnownArray(each.module, _WORDS[each.what], each.sketch.samples(), each.sketch.shape))
+    found = [
+        KnownArray(each.module, _WORDS[each.what], each.array_sketch.samples(), each.array_sketch.shape)
+        for each in agreed_before(entry, ours, theirs, _WORDS, _EQUAL)
+        if each.array_sketch.shape
+    ]
     return _without_repeats(found[::-1])
 
 

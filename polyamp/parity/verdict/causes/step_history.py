@@ -32,7 +32,6 @@ class SideUpdate(NamedTuple):
         earlier_slots: slot -> its arrays before it; empty at the first step.
         norms: norm of each gradient.
         numbers: what the step reported: "scale", "loss", "grad_norm".
-        pass_loss: loss of the recorded pass.
     """
 
     gradients: Samples
@@ -43,7 +42,6 @@ class SideUpdate(NamedTuple):
     earlier_slots: Mapping[str, Samples]
     norms: Mapping[ParameterKey, float]
     numbers: Mapping[str, float]
-    pass_loss: float | None
 
     @property
     def global_norm(self) -> float:
@@ -60,7 +58,10 @@ class StepHistory:
 
     def advance(self, ours: Mapping[Any, Entry], theirs: Mapping[Any, Entry]) -> None:
         """Store the entries of a new step; of the last one only arrays of parameters remain."""
-        one, two = ([entry for entry in step.values() if _is_parameter_array(entry)] for step in self._now)
+        one, two = (
+            [e for e in step.values() if e.sketch is not None and (e.stage == "update" or e.what == "gradient")]
+            for step in self._now
+        )
         self._earlier = (one, two)
         self._now = (ours, theirs)
 
@@ -104,10 +105,6 @@ def _shared_parts(one: str, other: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _is_parameter_array(entry: Entry) -> bool:
-    return entry.sketch is not None and (entry.stage == "update" or entry.what == "gradient")
-
-
 def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
     gradients = _samples(now, lambda e: e.what == "gradient")
     before, after = (_samples(entries, lambda e: e.what == "parameter") for entries in (earlier, now))
@@ -122,7 +119,6 @@ def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
         if roots[key][0] > least and all(key in each and each[key].size == size for each in (before, after))
     }
     numbers = {e.what: e.number for e in now if e.stage == "step" and e.number is not None}
-    losses = [e.number for e in now if e.stage == "forward" and e.what == "loss"]
     side = SideUpdate(
         gradients,
         _samples(earlier, lambda e: e.what == "gradient"),
@@ -132,7 +128,6 @@ def _side_update(now: list[Entry], earlier: list[Entry]) -> SideUpdate:
         {slot: _samples(earlier, _slot_test(slot)) for slot in _slot_names(earlier)},
         {key: norm for key, (_, norm) in roots.items()},
         numbers,
-        losses[0] if losses else None,
     )
     return _restrict(side, usable)
 
