@@ -11,25 +11,13 @@ import pytest
 import polyamp
 from polyamp import Group, no_decay, schedules
 from polyamp.conformance.problems import batch, changed_arrays, flat_weights, layers, loss_fn, recipe, train
+from polyamp.conformance.test_skipping import OPTIMIZERS
 from polyamp.conformance.test_unused import loss_of_both, loss_of_first, second_branch_arrays, two_branches
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError, PolyampError
 
-OPTIMIZERS = [
-    polyamp.sgd(0.1, momentum=0.9),
-    polyamp.adam(0.01),
-    polyamp.adamw(schedules.warmup_cosine(1e-2, 3, 30)),
-    polyamp.rmsprop(0.01),
-    polyamp.adagrad(0.1, lr_decay=0.1),
-    polyamp.lion(0.01),
-    polyamp.nadam(0.01),
-    polyamp.lamb(0.01),
-    polyamp.adafactor(0.01),
-    polyamp.muon(0.01),
-    polyamp.schedule_free(0.01),
-]
 GROUPS = [
     *no_decay("bias"),
     Group("**/dense0", learning_rate_scale=0.5),

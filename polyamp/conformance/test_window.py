@@ -91,12 +91,15 @@ def test_s08_aux_of_micro_batches_that_differ(backend: Backend, harness: Harness
         assert np.array_equal(found.reshape(size, 4), given["x"])
 
 
-def test_s08_an_overflow_in_the_smallest_micro_batch_skips_the_window(backend: Backend, harness: Harness) -> None:
+@pytest.mark.parametrize(("size", "row"), [(8, 5), (7, 6)], ids=["any", "the smallest"])
+def test_s08_an_overflow_in_a_micro_batch_skips_the_window(
+    backend: Backend, harness: Harness, size: int, row: int
+) -> None:
     made = recipe("mixed_float16", accumulate_steps=4, scaler=polyamp.LossScaler(init_scale=16.0))
     state = polyamp.init(harness.mlp(layers()), made)
     before = flat_weights(harness, state)
-    broken = batch(size=7)
-    broken["gain"][6] = np.inf
+    broken = batch(size=size)
+    broken["gain"][row] = np.inf
     state, result = polyamp.train_step(loss_fn, made)(state, broken)
     assert bool(backend.to_numpy(result.skipped))
     assert to_float(backend, result.scale) == 8.0

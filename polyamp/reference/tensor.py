@@ -6,13 +6,14 @@ float32, the rest in the widest dtype of its inputs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from polyamp.context_values import temporary_value
 from polyamp.reference.arrays import DTYPES, Array, dtype_name, is_floating
 
 Vjp = Callable[[Array], Array]
@@ -28,14 +29,9 @@ class _CastingMode(NamedTuple):
 _CASTING_MODE: Final[ContextVar[_CastingMode | None]] = ContextVar("casting", default=None)
 
 
-@contextlib.contextmanager
-def casting_mode(compute: str, *, sensitive: bool) -> Iterator[None]:
+def casting_mode(compute: str, *, sensitive: bool) -> AbstractContextManager[None]:
     """Run operations with matrix products in `compute` and, if `sensitive`, the rest of S4's list in float32."""
-    token = _CASTING_MODE.set(_CastingMode(compute, sensitive))
-    try:
-        yield
-    finally:
-        _CASTING_MODE.reset(token)
+    return temporary_value(_CASTING_MODE, _CastingMode(compute, sensitive))
 
 
 class Tensor:

@@ -43,7 +43,6 @@ FORMAT: Final = "polyamp-checkpoint-folder-1"
 MANIFEST: Final = "polyamp.json"
 _DATA_NAME: Final = re.compile(r"data-[0-9a-f]{16}")
 _TEXT_FIELDS: Final = ("format", "backend", "polyamp", "recipe", "settings", "data")
-_CHUNK: Final = 1 << 22
 
 
 class Manifest(NamedTuple):
@@ -284,12 +283,9 @@ def _sync_and_digest(file: Path) -> tuple[int, str]:
 
 
 def _size_and_digest(file: Path) -> tuple[int, str]:
-    found, size = hashlib.sha256(), 0
     with file.open("rb", buffering=0) as opened_file:
-        while part := opened_file.read(_CHUNK):
-            found.update(part)
-            size += len(part)
-    return size, found.hexdigest()
+        found = hashlib.file_digest(opened_file, "sha256")
+        return opened_file.tell(), found.hexdigest()
 
 
 def _check_files(data: Path, files: Mapping[str, tuple[int, str]], rank: int, count: int) -> None:
