@@ -92,21 +92,11 @@ def _chain_item(part: Any, path: str) -> ChainItem:
     kind = type(part)
     if kind is eqx.nn.Lambda:
         return function_item(part.fn)
-    if not kind.__module__.startswith("equinox."):
-        return ChainItem("unknown")
-    if isinstance(part, eqx.nn.Conv | eqx.nn.ConvTranspose):
-        return ChainItem("convolution", path, spatial=part.num_spatial_dims)
-    if kind is eqx.nn.Linear:
-        return ChainItem("dense", path)
-    if kind in (eqx.nn.BatchNorm, eqx.nn.GroupNorm):
-        return ChainItem("norm", path)
-    if kind in (eqx.nn.Dropout, eqx.nn.Identity):
+    if kind is eqx.nn.Identity:
         return ChainItem("elementwise")
-    return (
-        ChainItem("function", function=part)
-        if isinstance(part, eqx.nn.Pool | eqx.nn.AdaptivePool)
-        else ChainItem("unknown")
-    )
+    spec = find_layer_spec(part) if kind.__module__.startswith("equinox.") else None
+    role = "unknown" if spec is None else spec.role
+    return ChainItem(role, path, part, getattr(part, "num_spatial_dims", 0))
 
 
 def _native_layer(part: EquinoxLayer) -> NativeLayer:
