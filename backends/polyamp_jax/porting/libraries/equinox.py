@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, parameter_form
@@ -169,11 +170,8 @@ class _OutputRecorder:
                 hook_calls(node, _record_call, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        token = _active_recorder.set(self)
-        try:
+        with temporary_value(_active_recorder, self):
             return self.module(*args, **kwargs)
-        finally:
-            _active_recorder.reset(token)
 
     def report(self, path: str, output: Any, sample: Any, is_input: bool = False) -> None:
         """Record an output or an input. Under `jax.vmap` it is one of many and is recorded for all samples, as many as

@@ -8,7 +8,7 @@ nnx module's attributes, or empty if only the name of the class is known. Unknow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from polyamp.porting.layouts.layer_layout import Form
@@ -60,3 +60,8 @@ KERNEL_AND_BIAS: Final = ("kernel", "bias")
 def stacked_array(name: str, axes: int) -> Callable[[LayerSettings], tuple[str, int]]:
     """Return the function for an array that has the same number of axes with all settings."""
     return lambda settings: (name, axes)
+
+
+def makers_by_array(maker: FormMaker, name: str, absent: Sequence[str] = ()) -> Callable[[Shapes], Iterable[FormMaker]]:
+    """Return the function `inferred` of a layer that has an array of this name, and none of the `absent` ones."""
+    return lambda shapes: [maker] if name in shapes and not any(other in shapes for other in absent) else []

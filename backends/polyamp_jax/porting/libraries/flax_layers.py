@@ -16,6 +16,7 @@ from polyamp_jax.porting.libraries.flax_layer_spec import (
     FormMaker,
     LayerSettings,
     Shapes,
+    makers_by_array,
     stacked_array,
 )
 
@@ -168,16 +169,12 @@ def _dense_general_makers(shapes: Shapes) -> Iterator[FormMaker]:
             yield functools.partial(dense_general, inputs=inputs)
 
 
-def _norm_makers(shapes: Shapes, maker: FormMaker) -> tuple[FormMaker, ...]:
-    return (maker,) if "scale" in shapes and "mean" not in shapes else ()
-
-
 def _general_kernel(settings: LayerSettings) -> tuple[str, int]:
     return "kernel", sum(len(settings[each]) for each in ("batch_axis", "in_features", "out_features"))
 
 
 _SCALE_AND_BIAS: Final = ("scale", "bias")
-_group_norm_makers: Final = functools.partial(_norm_makers, maker=group_norm)
+_group_norm_makers: Final = makers_by_array(group_norm, "scale", absent=("mean",))
 ROWS: Final[Mapping[str, FlaxLayerSpec]] = {
     **dict.fromkeys(
         ("Dense", "Linear"),
@@ -192,7 +189,7 @@ ROWS: Final[Mapping[str, FlaxLayerSpec]] = {
         rms_norm,
         ("scale",),
         None,
-        lambda shapes: () if "bias" in shapes else _norm_makers(shapes, rms_norm),
+        makers_by_array(rms_norm, "scale", absent=("bias", "mean")),
         ("rms",),
         role="norm",
         can_be_arrayless=True,
@@ -201,7 +198,7 @@ ROWS: Final[Mapping[str, FlaxLayerSpec]] = {
         layer_norm,
         _SCALE_AND_BIAS,
         None,
-        functools.partial(_norm_makers, maker=layer_norm),
+        makers_by_array(layer_norm, "scale", absent=("mean",)),
         ("layer",),
         role="norm",
         can_be_arrayless=True,
@@ -222,18 +219,16 @@ ROWS: Final[Mapping[str, FlaxLayerSpec]] = {
         batch_norm,
         ("scale", "bias", "mean", "var"),
         stacked_array("mean", 1),
-        lambda shapes: [batch_norm] if "mean" in shapes else [],
+        makers_by_array(batch_norm, "mean"),
         role="norm",
     ),
     "Embed": FlaxLayerSpec(
         embedding,
         ("embedding",),
         stacked_array("embedding", 2),
-        lambda shapes: [embedding] if "embedding" in shapes else [],
+        makers_by_array(embedding, "embedding"),
     ),
-    "PReLU": FlaxLayerSpec(
-        prelu, ("negative_slope",), None, lambda shapes: [prelu] if "negative_slope" in shapes else []
-    ),
+    "PReLU": FlaxLayerSpec(prelu, ("negative_slope",), None, makers_by_array(prelu, "negative_slope")),
     "Dropout": FlaxLayerSpec(dropout, role="elementwise", can_be_arrayless=True),
     "SpectralNorm": FlaxLayerSpec(
         refusal="it divides the kernel of the layer inside it by a number that it learns from the batches"

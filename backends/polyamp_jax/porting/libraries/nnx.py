@@ -13,6 +13,7 @@ from typing import Any, Final
 import jax
 from flax import nnx
 
+from polyamp.context_values import temporary_value
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.layer_layout import Form, parameter_form
@@ -80,11 +81,8 @@ def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     for path, module in walk_modules(model):
         set_float32(module, vars(module))
         hook_calls(module, _record_call, path)
-    token = _active_record.set(record)
-    try:
+    with temporary_value(_active_record, record):
         return model(*batch.args, **batch.kwargs)
-    finally:
-        _active_record.reset(token)
 
 
 def _call_in_inference(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, is_root: bool) -> Any:
