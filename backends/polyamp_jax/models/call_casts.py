@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import PolicyError
 from polyamp.recipe.float8 import head_paths
 from polyamp.recipe.resolved_policy import ResolvedPolicy
@@ -113,12 +114,9 @@ class CallCasts:
         """
         if route.is_method and not self.has_scopes:
             args, kwargs = self._cast(route.path, args, kwargs)
-        token = _active_casts.set(self)
-        try:
-            with self.scope(route.path if route.is_method and self.has_scopes else ""):
-                yield args, kwargs
-        finally:
-            _active_casts.reset(token)
+        path = route.path if route.is_method and self.has_scopes else ""
+        with temporary_value(_active_casts, self), self.scope(path):
+            yield args, kwargs
 
     @contextlib.contextmanager
     def scope(self, path: str) -> Iterator[None]:

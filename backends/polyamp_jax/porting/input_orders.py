@@ -23,6 +23,9 @@ _CHANNELS: Final = 5
 _BATCH: Final = 2
 
 
+ChainRole = Literal["convolution", "dense", "norm", "elementwise", "channelwise", "function", "unknown"]
+
+
 class ChainItem(NamedTuple):
     """One item of a Sequential.
 
@@ -34,7 +37,7 @@ class ChainItem(NamedTuple):
         spatial: number of spatial axes of a convolution.
     """
 
-    role: Literal["convolution", "dense", "norm", "elementwise", "channelwise", "function", "unknown"]
+    role: ChainRole
     path: str = ""
     function: Callable[[Any], Any] | None = None
     spatial: int = 0

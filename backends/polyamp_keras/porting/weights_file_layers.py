@@ -17,7 +17,8 @@ from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.layer_layout import Form, Rule, parameter_form
 from polyamp.porting.layouts.operations import Shape
 from polyamp_keras.porting.h5_archive import StoredArray
-from polyamp_keras.porting.layers.layer_table import file_row
+from polyamp_keras.porting.layers.layer_record import LayerRow
+from polyamp_keras.porting.layers.layer_table import file_row, possible_rows
 
 _STATISTIC_ARRAYS: Final = ("mean", "variance")
 _INNER_LAYERS: Final = ("cell", "forward_layer", "backward_layer")
@@ -54,7 +55,9 @@ def _group_layers(
     """Yield the layer of a group; each array as a parameter if no form fits, or if it belongs to the model itself."""
     leaves = {str(number): InventoryLeaf(place, arrays[place].array) for number, place in enumerate(places)}
     shapes = [leaf.array.shape for leaf in leaves.values()]
-    forms = (tuple(_forms_of_class(word, shapes)) or tuple(_forms_of_shapes(shapes))) if path else ()
+    row = file_row(word)
+    known = () if row is None else tuple(_forms_of_class(row, shapes))
+    forms = known or tuple(_forms_of_shapes(shapes)) if path else ()
     if forms:
         fixed = {
             native for rule in forms[0].rules for native in rule.native if {*rule.canonical} & {*_STATISTIC_ARRAYS}
@@ -98,11 +101,8 @@ def _class_word(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _forms_of_class(word: str, shapes: list[Shape]) -> Iterator[Form]:
-    """Yield the forms of a layer of a known class; none if the shapes do not fit the class."""
-    row = file_row(word)
-    if row is None:
-        return
+def _forms_of_class(row: LayerRow, shapes: list[Shape]) -> Iterator[Form]:
+    """Yield the forms of a layer of a class; none if the shapes do not fit it."""
     for names in row.variables:
         if len(names) == len(shapes):
             numbers = {name: str(number) for number, name in enumerate(names)}
@@ -118,46 +118,12 @@ def _fits(form: Form, shapes: Mapping[str, Shape]) -> bool:
     return all("..." in axes[name] or len(shape) == len(axes[name]) for name, shape in found.items())
 
 
-def _possible_classes(shapes: list[Shape]) -> Iterator[str]:
-    """Yield the classes of which a layer with these shapes may be, likeliest first; "" for a parameter of no layer."""
-    ranks = [len(shape) for shape in shapes]
-    first = shapes[0]
-    if ranks in ([2], [2, 1]) and shapes[-1][-1] == first[-1]:
-        yield "dense"
-        if ranks == [2]:
-            yield from ("embedding", "")
-    elif ranks[0] in (3, 4, 5) and ranks[1:] in ([], [1]):
-        features = None if ranks[1:] == [] else shapes[1][0]
-        if features in (None, first[-1]):
-            yield "conv2d"
-        if features in (None, first[-2]):
-            yield "conv2d_transpose"
-        if features is not None and first[-1] * first[-2] == features != first[-1]:
-            yield "depthwise_conv2d"
-        if ranks[0] == 3:
-            yield "einsum_dense"
-        if features is None:
-            yield ""
-    elif len({*shapes}) == 1 and ranks[0] == 1 and len(shapes) in (1, 2, 4):
-        yield from {
-            1: ("rms_normalization", ""),
-            2: ("layer_normalization", "group_normalization"),
-            4: ("batch_normalization",),
-        }[len(shapes)]
-    elif ranks == [3, 2]:
-        yield "einsum_dense"
-    elif ranks[:2] == [2, 2] and len(shapes) in (2, 3) and first[1] == shapes[1][1]:
-        word = {4.0: "lstm_cell", 3.0: "gru_cell", 1.0: "simple_rnn_cell"}.get(first[1] / shapes[1][0])
-        yield from () if word is None else (word,)
-
-
 def _forms_of_shapes(shapes: list[Shape]) -> Iterator[Form]:
     """Yield possible forms of arrays with these shapes, likeliest first."""
-    for word in _possible_classes(shapes):
-        if word:
-            yield from _forms_of_class(word, shapes)
-        else:
-            yield parameter_form("0")
+    for row in possible_rows(shapes):
+        yield from _forms_of_class(row, shapes)
+    if len(shapes) == 1 and 1 <= len(shapes[0]) <= 5:
+        yield parameter_form("0")
 
 
 def _join_layers(layers: list[NativeLayer]) -> Iterator[NativeLayer]:

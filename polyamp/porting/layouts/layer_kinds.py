@@ -3,6 +3,9 @@
 The guide's table is generated from this one. Channels are last, kernels are (inputs, features), and each attribute has
 one meaning. A form of a backend names a kind and these arrays. A third party may use a kind that is not in the table;
 its arrays are then compared by name and shape alone.
+
+A class of layers is one row of its library's table: torch's `READERS`, Keras's `ROWS`, and in JAX the tables of
+`flax_layers` and the files beside it, `haiku_layers` and `equinox_layers`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ import functools
 import re
 from typing import Final, NamedTuple
 
+from polyamp.porting.layouts.layer_kinds import KINDS
+
 _ROLES: Final = {
-    "norm": (
-        "ln bn gn norm normalization layernorm layer_norm layer_normalization batchnorm batch_norm "
-        "batch_normalization groupnorm group_norm group_normalization rmsnorm rms_norm rms_normalization "
-        "instancenorm instance_norm"
+    "norm": " ".join(
+        (
+            "ln bn gn norm normalization instancenorm instance_norm",
+            *(f"{kind} {kind.replace('_', '')} {kind}alization" for kind in KINDS if kind.endswith("_norm")),
+        )
     ),
     "final norm": (
         "ln_f norm_f final_norm final_layer_norm final_layernorm ln_final ln_out post_norm norm_out out_norm "

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from polyamp_jax.arrays import path_name
+from polyamp_jax.step.optimizer_metadata import closure_values
 
 _MAX_DEPTH: Final = 40
 _MASKED: Final = "masked.<locals>.update_fn"
@@ -46,7 +47,7 @@ def masked_parts(transformation: Any, params: Any) -> list[MaskedPart]:
     """
     found = []
     for function in _wrappers(transformation.update, 0, frozenset()):
-        held = _closure(function)
+        held = closure_values(function)
         if function.__qualname__ == _MASKED:
             found.append(MaskedPart(held["inner"], _masked_leaves(held["mask"], params)))
             continue
@@ -63,7 +64,7 @@ def _wrappers(value: Any, depth: int, seen: frozenset[int]) -> Iterator[types.Fu
         return
     seen |= {id(value)}
     if isinstance(value, types.FunctionType):
-        held = _closure(value)
+        held = closure_values(value)
         if (value.__qualname__ == _MASKED and {"inner", "mask"} <= held.keys()) or (
             value.__qualname__ == _PARTITION and {"transforms", "param_labels"} <= held.keys()
         ):
@@ -82,16 +83,6 @@ def _wrappers(value: Any, depth: int, seen: frozenset[int]) -> Iterator[types.Fu
         return
     for part in parts:
         yield from _wrappers(part, depth + 1, seen)
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    held = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            held[name] = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    return held
 
 
 def _masked_leaves(mask: Any, params: Any) -> frozenset[str] | None:

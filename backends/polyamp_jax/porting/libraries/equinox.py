@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from polyamp.context_values import temporary_value
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, parameter_form
@@ -92,21 +93,11 @@ def _chain_item(part: Any, path: str) -> ChainItem:
     kind = type(part)
     if kind is eqx.nn.Lambda:
         return function_item(part.fn)
-    if not kind.__module__.startswith("equinox."):
-        return ChainItem("unknown")
-    if isinstance(part, eqx.nn.Conv | eqx.nn.ConvTranspose):
-        return ChainItem("convolution", path, spatial=part.num_spatial_dims)
-    if kind is eqx.nn.Linear:
-        return ChainItem("dense", path)
-    if kind in (eqx.nn.BatchNorm, eqx.nn.GroupNorm):
-        return ChainItem("norm", path)
-    if kind in (eqx.nn.Dropout, eqx.nn.Identity):
+    if kind is eqx.nn.Identity:
         return ChainItem("elementwise")
-    return (
-        ChainItem("function", function=part)
-        if isinstance(part, eqx.nn.Pool | eqx.nn.AdaptivePool)
-        else ChainItem("unknown")
-    )
+    spec = find_layer_spec(part) if kind.__module__.startswith("equinox.") else None
+    role = "unknown" if spec is None else spec.role
+    return ChainItem(role, path, part, getattr(part, "num_spatial_dims", 0))
 
 
 def _native_layer(part: EquinoxLayer) -> NativeLayer:
@@ -179,11 +170,8 @@ class _OutputRecorder:
                 hook_calls(node, _record_call, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        token = _active_recorder.set(self)
-        try:
+        with temporary_value(_active_recorder, self):
             return self.module(*args, **kwargs)
-        finally:
-            _active_recorder.reset(token)
 
     def report(self, path: str, output: Any, sample: Any, is_input: bool = False) -> None:
         """Record an output or an input. Under `jax.vmap` it is one of many and is recorded for all samples, as many as

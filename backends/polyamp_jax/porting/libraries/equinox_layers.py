@@ -18,6 +18,7 @@ from jax import lax
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
 from polyamp.porting.layouts.operations import Flip, Merge, Operation, Reshape, Transpose
+from polyamp_jax.porting.input_orders import ChainRole
 from polyamp_jax.porting.layers.activations import activation_attributes
 
 nn: Final = eqx.nn
@@ -31,11 +32,13 @@ class EquinoxLayerSpec(NamedTuple):
         array: returns its first array and the expected number of axes; a stack of layers has more axes. None if it has
             no array, or an array of any shape.
         words: attribute -> the class's argument of the same meaning.
+        role: what it is in a Sequential.
     """
 
     form: Callable[[Any], Form]
     array: Callable[[Any], tuple[Any, int]] | None = None
     words: Mapping[str, str] = {}
+    role: ChainRole = "unknown"
 
 
 def find_layer_spec(layer: Any) -> EquinoxLayerSpec | None:
@@ -259,10 +262,12 @@ _CONVOLUTION_WORDS: Final = {
     "padding_mode": "padding_mode",
 }
 LAYER_SPECS: Final[Mapping[type, EquinoxLayerSpec]] = {
-    nn.Linear: EquinoxLayerSpec(_linear, _weight_axes(lambda layer: 2)),
-    nn.Conv: EquinoxLayerSpec(_conv, _weight_axes(lambda layer: layer.num_spatial_dims + 2), _CONVOLUTION_WORDS),
+    nn.Linear: EquinoxLayerSpec(_linear, _weight_axes(lambda layer: 2), role="dense"),
+    nn.Conv: EquinoxLayerSpec(
+        _conv, _weight_axes(lambda layer: layer.num_spatial_dims + 2), _CONVOLUTION_WORDS, "convolution"
+    ),
     nn.ConvTranspose: EquinoxLayerSpec(
-        _conv_transpose, _weight_axes(lambda layer: layer.num_spatial_dims + 2), _CONVOLUTION_WORDS
+        _conv_transpose, _weight_axes(lambda layer: layer.num_spatial_dims + 2), _CONVOLUTION_WORDS, "convolution"
     ),
     nn.Embedding: EquinoxLayerSpec(_embedding, _weight_axes(lambda layer: 2)),
     nn.LayerNorm: EquinoxLayerSpec(
@@ -275,9 +280,10 @@ LAYER_SPECS: Final[Mapping[type, EquinoxLayerSpec]] = {
         _norm("group_norm", groups=lambda norm: norm.groups),
         _weight_axes(lambda layer: 1),
         {**_EPSILON_WORD, "groups": "groups"},
+        "norm",
     ),
     nn.BatchNorm: EquinoxLayerSpec(
-        _batch_norm, _weight_axes(lambda layer: 1), {**_EPSILON_WORD, "momentum": "momentum"}
+        _batch_norm, _weight_axes(lambda layer: 1), {**_EPSILON_WORD, "momentum": "momentum"}, "norm"
     ),
     nn.LSTMCell: EquinoxLayerSpec(_lstm, lambda layer: (layer.weight_ih, 2)),
     nn.GRUCell: EquinoxLayerSpec(_gru, lambda layer: (layer.weight_ih, 2)),
@@ -285,9 +291,11 @@ LAYER_SPECS: Final[Mapping[type, EquinoxLayerSpec]] = {
         _attention, lambda layer: (layer.query_proj.weight, 2), {"dropout": "dropout_p"}
     ),
     nn.PReLU: EquinoxLayerSpec(_prelu),
-    nn.Dropout: EquinoxLayerSpec(_dropout, None, {"rate": "p"}),
-    nn.Pool: EquinoxLayerSpec(_pool, None, {"window": "kernel_size", "strides": "stride", "padding": "padding"}),
-    nn.AdaptivePool: EquinoxLayerSpec(_adaptive_pool),
+    nn.Dropout: EquinoxLayerSpec(_dropout, None, {"rate": "p"}, "elementwise"),
+    nn.Pool: EquinoxLayerSpec(
+        _pool, None, {"window": "kernel_size", "strides": "stride", "padding": "padding"}, "function"
+    ),
+    nn.AdaptivePool: EquinoxLayerSpec(_adaptive_pool, role="function"),
     nn.Lambda: EquinoxLayerSpec(_lambda),
     nn.RotaryPositionalEmbedding: EquinoxLayerSpec(_rotary, None, {"base": "theta"}),
 }

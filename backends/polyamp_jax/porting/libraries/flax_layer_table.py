@@ -1,96 +1,27 @@
-"""Table of flax's classes of layers: a row each, with the maker of its form or the reason why there is none."""
+"""Table of flax's classes of layers, of the rows in `flax_layers`, `flax_convolutions` and `flax_composites`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp_jax.porting.libraries import flax_layers as forms
-from polyamp_jax.porting.libraries.flax_layers import FormMaker, LayerSettings, RefusedError
+from polyamp_jax.porting.input_orders import ChainItem, function_item
+from polyamp_jax.porting.layers.refusal import RefusedError
+from polyamp_jax.porting.libraries import flax_composites, flax_convolutions, flax_layers
+from polyamp_jax.porting.libraries.flax_layer_spec import FlaxLayerSpec
 
-
-class FlaxLayerSpec(NamedTuple):
-    """Table row of a class of layers, which linen and nnx share by its name.
-
-    Attributes:
-        form: maker of its form; None if the layer cannot be moved.
-        array: function from its settings to the name of one of its arrays and the expected number of axes; a stack of
-            layers has more axes. None if the array may have any shape.
-        is_composite: whether it consists of several modules and includes the arrays of all of them.
-        can_be_arrayless: whether it may have no arrays.
-        refusal: why it cannot be moved.
-    """
-
-    form: FormMaker | None = None
-    array: Callable[[LayerSettings], tuple[str, int]] | None = None
-    is_composite: bool = False
-    can_be_arrayless: bool = False
-    refusal: str = ""
-
-
-def _array(name: str, axes: int) -> Callable[[LayerSettings], tuple[str, int]]:
-    return lambda settings: (name, axes)
-
-
-def _conv_kernel(settings: LayerSettings) -> tuple[str, int]:
-    size = settings["kernel_size"]
-    return "kernel", 2 + (1 if isinstance(size, int) else len(size))
-
-
-def _general_kernel(settings: LayerSettings) -> tuple[str, int]:
-    return "kernel", sum(len(settings[each]) for each in ("batch_axis", "in_features", "out_features"))
-
-
-_dense = FlaxLayerSpec(forms.dense, _array("kernel", 2))
-_lstm = FlaxLayerSpec(forms.lstm, is_composite=True)
-_attention = FlaxLayerSpec(forms.attention, is_composite=True)
 LAYER_SPECS: Final[Mapping[str, FlaxLayerSpec]] = {
-    "Dense": _dense,
-    "Linear": _dense,
-    "DenseGeneral": FlaxLayerSpec(forms.dense_general),
-    "LinearGeneral": FlaxLayerSpec(forms.dense_general, _general_kernel),
-    "Einsum": FlaxLayerSpec(forms.einsum),
-    "Conv": FlaxLayerSpec(forms.conv, _conv_kernel),
-    "ConvTranspose": FlaxLayerSpec(forms.conv_transpose, _conv_kernel),
-    "Embed": FlaxLayerSpec(forms.embedding, _array("embedding", 2)),
-    "LayerNorm": FlaxLayerSpec(forms.layer_norm, can_be_arrayless=True),
-    "RMSNorm": FlaxLayerSpec(forms.rms_norm, can_be_arrayless=True),
-    "GroupNorm": FlaxLayerSpec(forms.group_norm, _array("scale", 1), can_be_arrayless=True),
-    "InstanceNorm": FlaxLayerSpec(forms.instance_norm, can_be_arrayless=True),
-    "BatchNorm": FlaxLayerSpec(forms.batch_norm, _array("mean", 1)),
-    "PReLU": FlaxLayerSpec(forms.prelu),
-    "Dropout": FlaxLayerSpec(forms.dropout, can_be_arrayless=True),
-    "LSTMCell": _lstm,
-    "OptimizedLSTMCell": _lstm,
-    "GRUCell": FlaxLayerSpec(forms.gru, is_composite=True),
-    "SimpleCell": FlaxLayerSpec(forms.simple_rnn, is_composite=True),
-    "MultiHeadDotProductAttention": _attention,
-    "MultiHeadAttention": _attention,
-    "SelfAttention": _attention,
-    "ConvLocal": FlaxLayerSpec(refusal="its kernel differs from place to place"),
-    "ConvLSTMCell": FlaxLayerSpec(refusal="the canonical layout has no convolutional LSTM"),
-    "MGUCell": FlaxLayerSpec(refusal="no other framework has a minimal gated unit"),
-    "SpectralNorm": FlaxLayerSpec(
-        refusal="it divides the kernel of the layer inside it by a number that it learns from the batches"
-    ),
-    "WeightNorm": FlaxLayerSpec(refusal="it computes the kernel of the layer inside it"),
-    "LoRA": FlaxLayerSpec(
-        refusal="it adds a product of two matrices to another layer; merge it into that layer's kernel first"
-    ),
-    "LoRALinear": FlaxLayerSpec(
-        refusal="it adds a product of two matrices to its kernel; merge that into the kernel first"
-    ),
+    **flax_convolutions.ROWS,
+    **flax_layers.ROWS,
+    **flax_composites.ROWS,
 }
-"""Class name -> row."""
+"""Class name -> row; of rows that may fit the same arrays, the likeliest first."""
 
-ARRAY_NAMES: Final = frozenset(("kernel", "bias", "scale", "mean", "var", "embedding", "negative_slope"))
+ARRAY_NAMES: Final = frozenset(name for spec in LAYER_SPECS.values() for name in spec.arrays)
 """Array names of flax's layers that consist of one module. A subclass's other arrays are parameters of no layer."""
-
-CELL_KINDS: Final = ("lstm", "gru", "simple_rnn")
-"""Kinds of recurrent layers."""
 
 
 def flax_class(module: Any) -> type | None:
@@ -125,11 +56,29 @@ def make_form(module: Any, shapes: Mapping[str, tuple[int, ...]], settings: Mapp
     try:
         if spec.form is None:
             raise RefusedError(spec.refusal)
-        if spec.array is not None:
-            _check_axes(*spec.array(settings), shapes)
+        if spec.stacked is not None:
+            _check_axes(*spec.stacked(settings), shapes)
         return spec.form(shapes, settings)
     except RefusedError as error:
         raise refusal_error(path, f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}: {error}") from None
+
+
+def flax_chain_item(part: Any, path: str) -> ChainItem:
+    """Return the item of a module, or of a function, in a Sequential of flax's.
+
+    Args:
+        part: the module or function.
+        path: its path in the inventory.
+    """
+    kind = type(part)
+    if kind.__module__.startswith(("flax.nnx", "flax.linen")):
+        spec = LAYER_SPECS.get(kind.__name__)
+        if spec is None or getattr(part, "reduction_axes", None) not in (None, -1, (-1,)):
+            return ChainItem("unknown")
+        size = getattr(part, "kernel_size", ())
+        return ChainItem(spec.role, path, spatial=1 if isinstance(size, int) else len(size))
+    is_module = any(each.__module__.startswith("flax.") for each in kind.__mro__)
+    return ChainItem("unknown") if is_module or not callable(part) else function_item(part)
 
 
 def _check_axes(array: str, axes: int, shapes: Mapping[str, tuple[int, ...]]) -> None:

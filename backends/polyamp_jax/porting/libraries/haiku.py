@@ -23,10 +23,10 @@ from polyamp_jax.models.adapters.haiku import split_model, takes_rng
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight
 from polyamp_jax.porting.jax_only.inference_flags import INFERENCE_FLAGS, set_inference_arguments
-from polyamp_jax.porting.libraries import haiku_layers as forms
-from polyamp_jax.porting.libraries.flax_layers import RefusedError
+from polyamp_jax.porting.layers.refusal import RefusedError
 from polyamp_jax.porting.libraries.haiku_layer_inference import composite_forms, forms_by_name, parameter_forms
-from polyamp_jax.porting.libraries.haiku_layers import HaikuCall, Shapes
+from polyamp_jax.porting.libraries.haiku_layer_spec import HaikuCall, Shapes
+from polyamp_jax.porting.libraries.haiku_layers import ATTRIBUTE_WORDS, find_layer_spec
 from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 
 _SIGNATURE_ERRORS: Final = ("unexpected keyword argument", "multiple values for", "required positional argument")
@@ -210,10 +210,8 @@ def _module_layers(path: str, arrays: dict[str, tuple[str, Weight]], call: Haiku
 
 def _module_forms(path: str, shapes: Shapes, call: HaikuCall | None) -> tuple[Form, ...]:
     """Return the form of one of haiku's modules; for a custom module the possible forms by name."""
-    for kind in () if call is None else type(call.module).__mro__:
-        if kind in FORM_MAKERS:
-            return (FORM_MAKERS[kind](shapes, call),)
-    return forms_by_name(path, shapes)
+    spec = None if call is None else find_layer_spec(call.module)
+    return forms_by_name(path, shapes) if spec is None or not spec.arrays else (spec.form(shapes, call),)
 
 
 def _registered_forms(call: HaikuCall | None, arrays: Mapping[str, Any]) -> tuple[Form, ...] | None:
@@ -236,17 +234,16 @@ def _native_layer(
         return lambda value: f"{kind}(..., {word}={value!r})  # at {path}"
 
     words = (
-        {} if call is None else {name: word for name, word in _ATTRIBUTE_WORDS.items() if name in found[0].attributes}
+        {} if call is None else {name: word for name, word in ATTRIBUTE_WORDS.items() if name in found[0].attributes}
     )
     return NativeLayer(path, leaves, found, kind, {name: line(word) for name, word in words.items()})
 
 
 def _arrayless_layers(path: str, call: HaikuCall) -> Iterator[NativeLayer]:
     """Yield the layer of a module without arrays, if its attributes are compared."""
-    for kind in type(call.module).__mro__:
-        if kind in ARRAYLESS_MAKERS:
-            yield _native_layer(path, {}, (ARRAYLESS_MAKERS[kind]({}, call),), call)
-            return
+    spec = find_layer_spec(call.module)
+    if spec is not None and spec.is_arrayless:
+        yield _native_layer(path, {}, (spec.form({}, call),), call)
 
 
 def _class_name(call: HaikuCall | None) -> str:
@@ -261,35 +258,6 @@ def _owner_module(path: str, known: Mapping[str, int]) -> str:
     while path and path not in known:
         path = path.rpartition("/")[0]
     return path
-
-
-FORM_MAKERS: Final[Mapping[type, forms.FormMaker]] = {
-    hk.Linear: forms.dense,
-    hk.ConvND: forms.conv,
-    hk.ConvNDTranspose: forms.conv_transpose,
-    hk.DepthwiseConv1D: forms.conv,
-    hk.DepthwiseConv2D: forms.conv,
-    hk.DepthwiseConv3D: forms.conv,
-    hk.Embed: forms.embedding,
-    hk.LayerNorm: forms.norm,
-    hk.RMSNorm: forms.rms_norm,
-    hk.GroupNorm: forms.group_norm,
-    hk.BatchNorm: forms.batch_norm,
-    hk.GRU: forms.gru,
-}
-ARRAYLESS_MAKERS: Final[Mapping[type, forms.FormMaker]] = {
-    hk.MaxPool: forms.pooling("max"),
-    hk.AvgPool: forms.pooling("average"),
-    hk.Flatten: forms.flatten,
-}
-_ATTRIBUTE_WORDS: Final = {
-    "epsilon": "eps",
-    "momentum": "decay_rate",
-    "strides": "stride",
-    "padding": "padding",
-    "dilation": "rate",
-    "groups": "feature_group_count",
-}
 
 
 def _record_calls(model: Any, batch: CallInputs) -> dict[str, HaikuCall]:

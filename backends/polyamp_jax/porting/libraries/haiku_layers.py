@@ -1,46 +1,29 @@
-"""Forms of haiku's layers.
-
-Each function takes the shapes of the layer's arrays by haiku's names, and the module's recorded call (`HaikuCall`). The
-call is None if only names and shapes are known. Unknown attributes are left out.
-"""
+"""Table of haiku's layers, with the makers of their forms."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+
+import haiku as hk
 
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.negate import Negate
 from polyamp.porting.layouts.operations import Blocks, Flip, Merge, Operation, Reshape, Shape, Split, Transpose
-from polyamp_jax.porting.libraries.flax_layers import RefusedError, check_unmasked, per_axis, same_output_crop
-
-Shapes = Mapping[str, Shape]
-
-
-@dataclasses.dataclass(frozen=True)
-class HaikuCall:
-    """Recorded call of a module.
-
-    Attributes:
-        module: the module, for its fields.
-        inputs: shape of the first array argument.
-    """
-
-    module: Any
-    inputs: Shape = ()
-
-
-FormMaker = Callable[[Shapes, HaikuCall | None], Form]
-
-
-def flat_array_rule(name: str, canonical: str, shape: Shape) -> Rule:
-    """Return the rule of an array of channels that also has axes of length 1."""
-    length = math.prod(shape)
-    lone = len(shape) != 1 and sum(each != 1 for each in shape) <= 1
-    return Rule((name,), (canonical,), (Reshape(shape, (length,)),) if lone else ())
+from polyamp_jax.porting.layers.convolution_rules import check_unmasked, per_axis, same_output_crop
+from polyamp_jax.porting.layers.refusal import RefusedError
+from polyamp_jax.porting.libraries.haiku_layer_spec import (
+    FormMaker,
+    HaikuCall,
+    HaikuLayerSpec,
+    PossibleForms,
+    Shapes,
+    fitting_forms,
+    flat_array_rule,
+)
 
 
 def _bias_rules(shapes: Shapes) -> tuple[Rule, ...]:
@@ -294,3 +277,99 @@ def flatten(shapes: Shapes, call: HaikuCall | None) -> Form:
 
 def _channel_position(module: Any) -> str:
     return "first" if module.channel_index == 1 else "last"
+
+
+def _dense_makers(name: str, shapes: Shapes) -> Iterable[FormMaker]:
+    return [dense] if _has_kernel(shapes, (2,), -1) else []
+
+
+def _lstm_makers(name: str, shapes: Shapes) -> Iterable[FormMaker]:
+    return [lstm] if name == "linear" and _has_kernel(shapes, (2,), -1) else []  # the dense layer in it
+
+
+def _has_kernel(shapes: Shapes, ranks: Sequence[int], features: int) -> bool:
+    """Return whether there is a kernel of one of these ranks, whose axis `features` has the length of the bias."""
+    kernel, bias = shapes.get("w", ()), shapes.get("b")
+    return len(kernel) in ranks and (bias is None or max(bias, default=1) == kernel[features])
+
+
+def _norm_makers(shapes: Shapes, maker: FormMaker) -> Iterable[FormMaker]:
+    return [maker] if ("scale" in shapes or "offset" in shapes) and not {"mean", "variance"} <= set(shapes) else []
+
+
+def _whole_lstm(name: str, children: Mapping[str, Shapes]) -> PossibleForms | None:
+    if not _RECURRENT.search(name) or not fitting_forms((lstm,), children["linear"]):
+        return None
+    return lambda shapes: fitting_forms((lstm, dense), shapes)
+
+
+def _whole_simple_rnn(name: str, children: Mapping[str, Shapes]) -> PossibleForms | None:
+    return (lambda shapes: (simple_rnn(shapes, None),)) if re.fullmatch(r"vanilla_rnn(_\d+)?", name) else None
+
+
+_RECURRENT: Final = re.compile(r"lstm|rnn|cell|core|recurrent|forward|backward|fwd|bwd")
+_SPATIAL: Final = (3, 4, 5)
+"""Ranks of the kernels of convolutions."""
+_KERNEL: Final = ("w", "b")
+_SCALE: Final = ("scale", "offset")
+
+LAYER_SPECS: Final[Mapping[type, HaikuLayerSpec]] = {
+    hk.Linear: HaikuLayerSpec(dense, _KERNEL, _dense_makers),
+    hk.ConvND: HaikuLayerSpec(conv, _KERNEL, lambda name, shapes: [conv] if _has_kernel(shapes, _SPATIAL, -1) else []),
+    **dict.fromkeys((hk.DepthwiseConv1D, hk.DepthwiseConv2D, hk.DepthwiseConv3D), HaikuLayerSpec(conv, _KERNEL)),
+    hk.ConvNDTranspose: HaikuLayerSpec(
+        conv_transpose,
+        _KERNEL,
+        lambda name, shapes: [conv_transpose] if _has_kernel(shapes, _SPATIAL, -2) else [],
+        ("transpose", "deconv"),
+    ),
+    hk.Embed: HaikuLayerSpec(
+        embedding, ("embeddings",), lambda name, shapes: [embedding] if "embeddings" in shapes else []
+    ),
+    hk.RMSNorm: HaikuLayerSpec(
+        rms_norm,
+        ("scale",),
+        lambda name, shapes: [] if "offset" in shapes else _norm_makers(shapes, rms_norm),
+        ("rms",),
+    ),
+    hk.LayerNorm: HaikuLayerSpec(norm, _SCALE, lambda name, shapes: _norm_makers(shapes, norm), ("layer",)),
+    hk.GroupNorm: HaikuLayerSpec(group_norm, _SCALE, lambda name, shapes: _norm_makers(shapes, group_norm), ("group",)),
+    hk.InstanceNorm: HaikuLayerSpec(
+        norm, _SCALE, lambda name, shapes: _norm_makers(shapes, instance_norm), ("instance",)
+    ),
+    hk.BatchNorm: HaikuLayerSpec(
+        batch_norm,
+        tuple(_ROLES),
+        lambda name, shapes: [batch_norm] if {"mean", "variance"} <= set(shapes) else [],
+    ),
+    hk.GRU: HaikuLayerSpec(
+        gru, ("w_i", "w_h", "b"), lambda name, shapes: [gru] if {"w_i", "w_h", "b"} <= set(shapes) else []
+    ),
+    hk.LSTM: HaikuLayerSpec(lstm, inferred=_lstm_makers, submodules=frozenset(("linear",)), whole=_whole_lstm),
+    hk.VanillaRNN: HaikuLayerSpec(simple_rnn, submodules=frozenset(("linear", "linear_1")), whole=_whole_simple_rnn),
+    hk.MultiHeadAttention: HaikuLayerSpec(
+        attention,
+        submodules=frozenset(("query", "key", "value", "linear")),
+        whole=lambda name, children: attention_forms,
+    ),
+    hk.MaxPool: HaikuLayerSpec(pooling("max")),
+    hk.AvgPool: HaikuLayerSpec(pooling("average")),
+    hk.Flatten: HaikuLayerSpec(flatten),
+}
+"""Class -> row; of rows that may fit the same arrays, the likeliest first."""
+
+
+def find_layer_spec(module: Any) -> HaikuLayerSpec | None:
+    """Return the row of a module's class, or of its nearest base class."""
+    return next((LAYER_SPECS[kind] for kind in type(module).__mro__ if kind in LAYER_SPECS), None)
+
+
+ATTRIBUTE_WORDS: Final = {
+    "epsilon": "eps",
+    "momentum": "decay_rate",
+    "strides": "stride",
+    "padding": "padding",
+    "dilation": "rate",
+    "groups": "feature_group_count",
+}
+"""Canonical attribute -> haiku's argument of the same meaning."""

@@ -21,7 +21,7 @@ from polyamp_jax.models.adapters.linen import split_model
 from polyamp_jax.porting.input_orders import ChainItem, input_orders
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
-from polyamp_jax.porting.libraries.flax_chains import flax_chain_item
+from polyamp_jax.porting.libraries.flax_layer_table import flax_chain_item
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
 from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 from polyamp_jax.porting.libraries.stacked_layers import unstack_arrays

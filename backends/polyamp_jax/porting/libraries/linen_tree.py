@@ -10,19 +10,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
+from polyamp_jax.porting.layers.refusal import RefusedError
 from polyamp_jax.porting.libraries import linen_layer_inference
+from polyamp_jax.porting.libraries.flax_composites import NORM_SUBMODULES
+from polyamp_jax.porting.libraries.flax_layer_spec import FormMaker
 from polyamp_jax.porting.libraries.flax_layer_table import (
     ARRAY_NAMES,
-    CELL_KINDS,
     attribute_lines,
     find_layer_spec,
     make_form,
     refusal_error,
 )
-from polyamp_jax.porting.libraries.flax_layers import FormMaker, RefusedError
 
 LinenPath = tuple[str, ...]
 
@@ -148,15 +150,15 @@ class LinenTree:
             yield _native_layer(path, node.arrays_by_path(), (form,), qualified_name(type(module)))
             return
         if spec is not None and spec.is_composite:
-            yield self._layer(path, node.arrays_by_path(linen_layer_inference.NORM_SUBMODULES), module)
-            node = node.select_submodules(linen_layer_inference.NORM_SUBMODULES)
+            yield self._layer(path, node.arrays_by_path(NORM_SUBMODULES), module)
+            node = node.select_submodules(NORM_SUBMODULES)
         elif spec is not None:
             yield self._layer(path, {name: array for name, array in node.arrays.items() if name in ARRAY_NAMES}, module)
             node.arrays = {name: array for name, array in node.arrays.items() if name not in ARRAY_NAMES}
         elif (maker := self._composite(node, path, module)) is not None:
-            arrays = node.arrays_by_path(linen_layer_inference.NORM_SUBMODULES)
+            arrays = node.arrays_by_path(NORM_SUBMODULES)
             yield _native_layer(path, arrays, (maker(_array_shapes(arrays), {}),))
-            node = node.select_submodules(linen_layer_inference.NORM_SUBMODULES)
+            node = node.select_submodules(NORM_SUBMODULES)
         yield from self._by_names(node, path)
         for name, child in node.children.items():
             yield from self._under(child, (*path, name))
@@ -189,7 +191,7 @@ class LinenTree:
 
     def _layer(self, path: LinenPath, arrays: Mapping[str, LinenArray], module: Any) -> NativeLayer:
         form = make_form(module, _array_shapes(arrays), module_settings(module), "/".join(path))
-        if form.kind in CELL_KINDS and path in self._structure.reverse:
+        if form.kind in RECURRENT_KINDS and path in self._structure.reverse:
             form = Form(form.kind, form.rules, {**form.attributes, "reverse": self._structure.reverse[path]})
         return _native_layer(path, arrays, (form,), f"flax.linen.{type(module).__name__}", module)
 

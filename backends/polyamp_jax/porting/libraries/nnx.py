@@ -13,7 +13,9 @@ from typing import Any, Final
 import jax
 from flax import nnx
 
+from polyamp.context_values import temporary_value
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.layer_layout import Form, parameter_form
 from polyamp.porting.layouts.layer_registration import qualified_name, registered_form
 from polyamp_jax import compat
@@ -26,15 +28,14 @@ from polyamp_jax.porting.input_orders import input_orders, sequential_chains
 from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
-from polyamp_jax.porting.libraries.flax_chains import flax_chain_item
+from polyamp_jax.porting.libraries.flax_composites import NORM_SUBMODULES
 from polyamp_jax.porting.libraries.flax_layer_table import (
     ARRAY_NAMES,
-    CELL_KINDS,
     attribute_lines,
     find_layer_spec,
+    flax_chain_item,
     make_form,
 )
-from polyamp_jax.porting.libraries.linen_layer_inference import NORM_SUBMODULES
 from polyamp_jax.porting.libraries.porting_library import CallInputs, RecordCall, first_array
 
 IGNORED_VARIABLES: Final = (nnx.Cache, nnx.Intermediate, nnx.Perturbation)
@@ -80,11 +81,8 @@ def run(model: Any, batch: CallInputs, record: RecordCall) -> Any:
     for path, module in walk_modules(model):
         set_float32(module, vars(module))
         hook_calls(module, _record_call, path)
-    token = _active_record.set(record)
-    try:
+    with temporary_value(_active_record, record):
         return model(*batch.args, **batch.kwargs)
-    finally:
-        _active_record.reset(token)
 
 
 def _call_in_inference(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, is_root: bool) -> Any:
@@ -166,7 +164,7 @@ class _NnxWalk:
         form = make_form(
             node, {name: tuple(_variable_value(item).shape) for name, item in variables.items()}, vars(node), path
         )
-        if form.kind in CELL_KINDS:
+        if form.kind in RECURRENT_KINDS:
             form = Form(form.kind, form.rules, {**form.attributes, "reverse": self._reverse.get(id(node), False)})
         return self._layer(path, node, variables, form, f"flax.nnx.{type(node).__name__}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -162,23 +162,49 @@ def _pool_form(operation: str, **attributes: Any) -> Form:
 
 _MAX_POOLINGS: Final = (keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D)
 _KERNEL_AND_BIAS: Final = ("kernel bias", "kernel")
+
+
+def _is_kernel(shapes: Sequence[Shape]) -> bool:
+    return len(shapes[0]) in (3, 4, 5) and [len(shape) for shape in shapes[1:]] in ([], [1])
+
+
+def _fits_convolution(shapes: Sequence[Shape]) -> bool:
+    return _is_kernel(shapes) and shapes[1:] in ([], [shapes[0][-1:]])
+
+
+def _fits_transposed_convolution(shapes: Sequence[Shape]) -> bool:
+    return _is_kernel(shapes) and shapes[1:] in ([], [shapes[0][-2:-1]])
+
+
+def _fits_depthwise_convolution(shapes: Sequence[Shape]) -> bool:
+    """Return whether the bias shows the layer: its features are the product of the kernel's last axes."""
+    if not _is_kernel(shapes) or len(shapes) == 1:
+        return False
+    inputs, multiplier = shapes[0][-2:]
+    return inputs * multiplier == shapes[1][0] != multiplier
+
+
 ROWS: Final[Mapping[str, LayerRow]] = {
     **dict.fromkeys(
-        ("Conv1D", "Conv2D", "Conv3D"), weight_layer(_convolution, _convolution_attributes, *_KERNEL_AND_BIAS)
+        ("Conv1D", "Conv2D", "Conv3D"),
+        weight_layer(_convolution, _convolution_attributes, *_KERNEL_AND_BIAS, fits=_fits_convolution),
     ),
-    **dict.fromkeys(
-        ("DepthwiseConv1D", "DepthwiseConv2D"),
-        weight_layer(_depthwise_convolution, _convolution_attributes, *_KERNEL_AND_BIAS),
-    ),
-    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), LayerRow(_read_separable_convolution)),
     **dict.fromkeys(
         ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"),
         weight_layer(
             _transposed_convolution,
             lambda layer: _convolution_attributes(layer, padding=output_crop(layer), groups=1),
             *_KERNEL_AND_BIAS,
+            fits=_fits_transposed_convolution,
         ),
     ),
+    **dict.fromkeys(
+        ("DepthwiseConv1D", "DepthwiseConv2D"),
+        weight_layer(
+            _depthwise_convolution, _convolution_attributes, *_KERNEL_AND_BIAS, fits=_fits_depthwise_convolution
+        ),
+    ),
+    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), LayerRow(_read_separable_convolution)),
     **{f"{word}Pooling{rank}D": LayerRow(_pooling) for word in ("Max", "Average") for rank in (1, 2, 3)},
     **{f"Global{word}Pooling{rank}D": LayerRow(_global_pooling) for word in ("Max", "Average") for rank in (1, 2, 3)},
     **{

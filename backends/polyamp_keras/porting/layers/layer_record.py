@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polyamp.errors import PortError
@@ -47,26 +47,40 @@ class LayerRow(NamedTuple):
         variables: possible names of its variables in the order of creation, likeliest first; empty if a weights file
             has no group of such a layer.
         file_forms: function from the shapes of variables in a weights file to possible forms, likeliest first.
+        fits: whether variables of unknown names in a weights file may be those of such a layer, by their shapes.
     """
 
     read: LayerReader
     variables: tuple[tuple[str, ...], ...] = ()
     file_forms: Callable[[Mapping[str, Shape]], Iterable[Form]] = lambda shapes: ()
+    fits: Callable[[Sequence[Shape]], bool] = lambda shapes: False
 
 
-def weight_layer(make_form: FormMaker, attributes: Callable[[Any], Mapping[str, Any]], *variables: str) -> LayerRow:
+def weight_layer(
+    make_form: FormMaker,
+    attributes: Callable[[Any], Mapping[str, Any]],
+    *variables: str,
+    fits: Callable[[Sequence[Shape]], bool],
+) -> LayerRow:
     """Return the row of a class whose variables are one canonical layer.
 
     Args:
         make_form: function that returns its form.
         attributes: function from a layer to the attributes that its variables do not show.
         variables: possible names of its variables, separated by spaces.
+        fits: see `LayerRow`.
     """
     return LayerRow(
         lambda layer: read_variables(layer, make_form, attributes(layer)),
         tuple(tuple(names.split()) for names in variables),
         lambda shapes: [make_form(shapes)],
+        fits,
     )
+
+
+def are_of_channels(shapes: Sequence[Shape], count: int) -> bool:
+    """Return whether there are `count` arrays of one axis and the same length, as a norm has."""
+    return len(shapes) == count and len({*shapes}) == 1 and len(shapes[0]) == 1
 
 
 def read_variables(

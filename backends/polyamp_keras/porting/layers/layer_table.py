@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
@@ -19,6 +19,7 @@ from polyamp_keras.porting.layers.layer_record import (
     UNKNOWN,
     LayerRecord,
     LayerRow,
+    are_of_channels,
     array_rules,
     opaque_kind,
     own_variables,
@@ -38,6 +39,11 @@ def read_layer(layer: Any) -> list[LayerRecord] | None:
         if reader is not None:
             return reader(layer)
     return None
+
+
+def possible_rows(shapes: Sequence[Shape]) -> Iterator[LayerRow]:
+    """Yield the rows of classes that variables of these shapes in a weights file may have, likeliest first."""
+    yield from (row for row in dict.fromkeys(_ROWS.values()) if row.fits(shapes))
 
 
 def file_row(word: str) -> LayerRow | None:
@@ -234,18 +240,42 @@ def _resize(layer: Any) -> list[LayerRecord]:
 
 
 _ROWS: Final[Mapping[str, LayerRow]] = {
-    "Dense": weight_layer(_dense, _dense_attributes, "kernel bias", "kernel"),
-    "EinsumDense": LayerRow(_read_einsum_dense, (("kernel", "bias"), ("kernel",)), _einsum_dense_forms),
-    "Embedding": weight_layer(_embedding, _embedding_attributes, "embeddings"),
+    **convolutions.ROWS,
+    "Dense": weight_layer(
+        _dense,
+        _dense_attributes,
+        "kernel bias",
+        "kernel",
+        fits=lambda shapes: len(shapes[0]) == 2 and shapes[1:] in ([], [shapes[0][1:]]),
+    ),
+    "EinsumDense": LayerRow(
+        _read_einsum_dense,
+        (("kernel", "bias"), ("kernel",)),
+        _einsum_dense_forms,
+        lambda shapes: len(shapes[0]) == 3 and [len(shape) for shape in shapes[1:]] in ([], [1], [2]),
+    ),
+    "Embedding": weight_layer(
+        _embedding, _embedding_attributes, "embeddings", fits=lambda shapes: [len(shape) for shape in shapes] == [2]
+    ),
     "ReversibleEmbedding": LayerRow(
         _read_reversible_embedding, (("embeddings",),), lambda shapes: [_embedding(shapes)]
     ),
     "LayerNormalization": LayerRow(
-        _read_layer_norm, (("gamma", "beta"), ("gamma",), ("beta",)), lambda shapes: [_layer_norm(shapes)]
+        _read_layer_norm,
+        (("gamma", "beta"), ("gamma",), ("beta",)),
+        lambda shapes: [_layer_norm(shapes)],
+        lambda shapes: are_of_channels(shapes, 2),
     ),
-    "RMSNormalization": LayerRow(_read_rms_norm, (("scale",),), lambda shapes: [_rms_norm(shapes)]),
+    "RMSNormalization": LayerRow(
+        _read_rms_norm, (("scale",),), lambda shapes: [_rms_norm(shapes)], lambda shapes: are_of_channels(shapes, 1)
+    ),
     "GroupNormalization": weight_layer(
-        _group_norm, lambda layer: {**_epsilon(layer), "groups": int(layer.groups)}, "gamma beta", "gamma", "beta"
+        _group_norm,
+        lambda layer: {**_epsilon(layer), "groups": int(layer.groups)},
+        "gamma beta",
+        "gamma",
+        "beta",
+        fits=lambda shapes: are_of_channels(shapes, 2),
     ),
     "BatchNormalization": weight_layer(
         _batch_norm,
@@ -254,6 +284,7 @@ _ROWS: Final[Mapping[str, LayerRow]] = {
         "beta moving_mean moving_variance",
         "gamma moving_mean moving_variance",
         "moving_mean moving_variance",
+        fits=lambda shapes: are_of_channels(shapes, 4),
     ),
     "PReLU": LayerRow(_read_prelu, (("alpha",),), lambda shapes: [_prelu(shapes)]),
     **dict.fromkeys(("Activation", "ReLU", "LeakyReLU", "ELU", "Softmax"), LayerRow(activations.read_activation)),
@@ -262,11 +293,10 @@ _ROWS: Final[Mapping[str, LayerRow]] = {
     "Flatten": LayerRow(_flatten),
     "Reshape": LayerRow(_reshape),
     **dict.fromkeys(("UpSampling1D", "UpSampling2D", "UpSampling3D"), LayerRow(_resize)),
-    **convolutions.ROWS,
     **recurrent.ROWS,
     **attention.ROWS,
 }
-"""Name in `keras.layers` -> its row."""
+"""Name in `keras.layers` -> its row; of rows that fit the same shapes, the likeliest first."""
 _READERS: Final = {kind: row.read for name, row in _ROWS.items() for kind in layer_classes(name)}
 
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -79,9 +79,18 @@ def _cell_row(kind: str) -> LayerRow:
         lambda cell: [_read_cell(cell, "", reverse=False)],
         (("kernel", "recurrent_kernel", "bias"), ("kernel", "recurrent_kernel")),
         lambda shapes: [_cell_form(kind, shapes)],
+        functools.partial(_fits_cell, gates=_GATES[kind]),
     )
 
 
+def _fits_cell(shapes: Sequence[Shape], gates: int) -> bool:
+    if len(shapes) not in (2, 3) or [len(shape) for shape in shapes[:2]] != [2, 2]:
+        return False
+    units, columns = shapes[1]
+    return shapes[0][1] == columns == gates * units
+
+
+_GATES: Final = {"lstm": 4, "gru": 3, "simple_rnn": 1}
 _CELLS: Final = {"LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "simple_rnn"}
 ROWS: Final[Mapping[str, LayerRow]] = {
     **{name: _cell_row(kind) for name, kind in _CELLS.items()},

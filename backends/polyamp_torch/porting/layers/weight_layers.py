@@ -172,6 +172,24 @@ def file_layers(own: LayerLeaves) -> Iterator[LayerRecord]:
         yield LayerRecord((Form("batch_norm", array_rules(own, **_BATCH_NORM_ARRAYS), {"unbiased": True}),))
 
 
+def norm_forms(path: str, scale: str, biases: tuple[Rule, ...]) -> list[Form]:
+    """Return the possible forms of a scale of channels in a file, with its bias or without.
+
+    Args:
+        path: path of the module.
+        scale: name of the scale in it.
+        biases: rules of the bias, if there is one.
+    """
+    rules = (Rule((scale,), ("scale",)), *biases)
+    layer, group = Form("layer_norm", rules, {"axes": 1}), Form("group_norm", rules)
+    if biases:
+        return [layer, group]
+    rms, slope = Form("rms_norm", rules), Form("prelu", (Rule((scale,), ("slope",)),))
+    named = any(word in path.lower().rpartition("/")[2] for word in ("ln", "layernorm", "layer_norm"))
+    value = parameter_form(scale)
+    return [layer, rms, value] if named and "rms" not in path.lower() else [rms, layer, slope, value]
+
+
 def frozen_batch_norm(module: Any) -> list[LayerRecord]:
     """Read a frozen batch norm, such as torchvision's, whose arrays are all buffers."""
     known, lines = _find_epsilon(module)

@@ -86,7 +86,7 @@ def _weight_forms(path: str, scale: str, bias: str, own: LayerLeaves, votes: Map
     length = own[bias].array.shape if bias else ()
     biases = (Rule((bias,), ("bias",)),) if bias else ()
     if len(shape) == 1:
-        return _norm_forms(path, scale, biases) if not bias or length == shape else []
+        return weight_layers.norm_forms(path, scale, biases) if not bias or length == shape else []
     if scale != "weight" or (bias and len(length) != 1):
         return []
     if len(shape) == 2:
@@ -101,17 +101,6 @@ def _weight_forms(path: str, scale: str, bias: str, own: LayerLeaves, votes: Map
         return [conv, transposed]
     kept = [conv] if length[0] == shape[0] else []
     return kept + ([transposed] if length[0] % shape[1] == 0 and shape[0] % (length[0] // shape[1]) == 0 else [])
-
-
-def _norm_forms(path: str, scale: str, biases: tuple[Rule, ...]) -> list[Form]:
-    rules = (Rule((scale,), ("scale",)), *biases)
-    layer, group = Form("layer_norm", rules, {"axes": 1}), Form("group_norm", rules)
-    if biases:
-        return [layer, group]
-    rms, slope = Form("rms_norm", rules), Form("prelu", (Rule((scale,), ("slope",)),))
-    named = any(word in path.lower().rpartition("/")[2] for word in ("ln", "layernorm", "layer_norm"))
-    value = parameter_form(scale)
-    return [layer, rms, value] if named and "rms" not in path.lower() else [rms, layer, slope, value]
 
 
 def _matrix_forms(

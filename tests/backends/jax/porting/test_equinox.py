@@ -12,8 +12,8 @@ import pytest
 from equinox import nn
 
 from polyamp.errors import ModelError, PortError
+from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp_jax.porting.converter import CONVERTER
-from tests.backends.jax.porting.test_equinox_layers import canonical
 from tests.porting.layers import formulas
 from tests.porting.layers.equinox_layers import randomised, run
 
@@ -65,7 +65,7 @@ def assert_same(one: Any, other: Any) -> None:
 def test_paddings_and_groups(layer: Any) -> None:
     layer = randomised(layer, "layer")
     x = np.random.default_rng(0).standard_normal((2, 7, 4)).astype(np.float32)
-    (found,) = canonical(CONVERTER.inventory(layer)).values()
+    (found,) = to_canonical(CONVERTER.inventory(layer)).values()
     np.testing.assert_allclose(run(layer, x), formulas.one(found, x), rtol=1e-5, atol=1e-5)
     assert_same(filled_again(layer), layer)
 

@@ -9,20 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.canonical_model import Layer
-from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp_jax.porting.converter import CONVERTER
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES, inputs
 from tests.porting.layers.equinox_layers import BUILD, MISSING, run
-
-
-def canonical(inventory: Inventory) -> dict[str, Layer]:
-    """The layers in the canonical layout, by path."""
-    return {
-        layer.path: Layer(layer.forms[0].kind, layer.forms[0].arrays(layer.arrays), layer.forms[0].attributes)
-        for layer in inventory.layers
-    }
 
 
 def back_and_forth(model: Any) -> Any:
@@ -46,7 +37,7 @@ def test_the_textbook_formula_of_the_canonical_arrays_gives_what_equinox_gives_a
     name: str,
 ) -> None:
     model = BUILD[name]()
-    expected, given = formulas.output(name, canonical(CONVERTER.inventory(model))), run(model, inputs(name))
+    expected, given = formulas.output(name, to_canonical(CONVERTER.inventory(model))), run(model, inputs(name))
     assert given.shape == expected.shape
     np.testing.assert_allclose(given, expected, rtol=2e-5, atol=2e-5)
     back = back_and_forth(model)

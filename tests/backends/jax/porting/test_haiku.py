@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from polyamp.errors import PortError
+from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp_jax.porting.converter import CONVERTER
-from tests.backends.jax.porting.test_haiku_layers import canonical, moved
+from tests.backends.jax.porting.test_haiku_layers import moved
 from tests.porting.layers import formulas
 
 KEY = jax.random.key(0)
@@ -84,7 +85,7 @@ X2 = np.random.default_rng(1).standard_normal((2, 8, 8, 4)).astype(np.float32)
 )
 def test_a_batch_shows_the_settings(function: Any) -> None:
     model = made(function, X1)
-    (layer,) = canonical(CONVERTER.inventory(model, X1)).values()
+    (layer,) = to_canonical(CONVERTER.inventory(model, X1)).values()
     given = np.asarray(model[0].apply(model[1], X1))
     if layer.kind == "simple_rnn":
         total = X1[:, 0] @ np.asarray(layer.arrays["input_kernel"]) + X1[:, 1] @ np.asarray(

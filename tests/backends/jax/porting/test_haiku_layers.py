@@ -3,26 +3,21 @@ textbook formula gives of the canonical arrays is what haiku gives, and the way 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.canonical_model import Layer
+from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.porting.converter import CONVERTER
+from polyamp_jax.porting.libraries import haiku_layers
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES, inputs
 from tests.porting.layers.haiku_layers import BUILD, MISSING, run
-
-
-def canonical(inventory: Inventory) -> dict[str, Layer]:
-    """The layers in the canonical layout, by path."""
-    return {
-        layer.path: Layer(layer.forms[0].kind, layer.forms[0].arrays(layer.arrays), layer.forms[0].attributes)
-        for layer in inventory.layers
-    }
 
 
 def moved(inventory: Inventory, number: int) -> dict[str, Any]:
@@ -45,7 +40,7 @@ def test_the_textbook_formula_of_the_canonical_arrays_gives_what_haiku_gives_and
 ) -> None:
     model, x = BUILD[name](), inputs(name)
     inventory, by_names = CONVERTER.inventory(model, x), CONVERTER.inventory(model)
-    expected, given = formulas.output(name, canonical(inventory)), run(model, x)
+    expected, given = formulas.output(name, to_canonical(inventory)), run(model, x)
     assert given.shape == expected.shape
     np.testing.assert_allclose(given, expected, rtol=2e-5, atol=2e-5)
     kinds = {layer.path: [form.kind for form in layer.forms] for layer in by_names.layers}
@@ -64,3 +59,10 @@ def _arrays(model: Any) -> list[Any]:
     """The arrays that are moved: all but those that only correct a moving average for its start."""
     named = jax.tree_util.tree_leaves_with_path(model[1])
     return [leaf for keys, leaf in named if not jax.tree_util.keystr(keys).endswith(("['hidden']", "['counter']"))]
+
+
+def test_a_class_of_layers_is_named_in_the_file_of_its_row_alone() -> None:
+    text = {file.name: file.read_text() for file in Path(haiku_layers.__file__).parent.glob("haiku*.py")}
+    for kind in haiku_layers.LAYER_SPECS:
+        name = re.compile(rf"\bhk\.{kind.__name__}\b(?!`)")
+        assert [file for file, source in text.items() if name.search(source)] == ["haiku_layers.py"], kind

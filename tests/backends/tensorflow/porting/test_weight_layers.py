@@ -5,22 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.canonical_model import Layer
-from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_keras.models.variables import model_variables
 from polyamp_keras.porting.converter import CONVERTER
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES, inputs
 from tests.porting.layers.keras_layers import BUILD, MISSING, run
-
-
-def canonical(inventory: Inventory) -> dict[str, Layer]:
-    """The layers in the canonical layout, by path."""
-    return {
-        layer.path: Layer(layer.forms[0].kind, layer.forms[0].arrays(layer.arrays), layer.forms[0].attributes)
-        for layer in inventory.layers
-    }
 
 
 def test_every_case_is_built() -> None:
@@ -30,7 +21,7 @@ def test_every_case_is_built() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_textbook_formula_of_the_canonical_arrays_gives_what_keras_gives(name: str) -> None:
     model = BUILD[name]()
-    found = canonical(CONVERTER.inventory(model))
+    found = to_canonical(CONVERTER.inventory(model))
     expected, given = formulas.output(name, found), run(model, inputs(name))
     assert np.shape(given) == np.shape(expected)
     np.testing.assert_allclose(given, expected, rtol=2e-5, atol=2e-5)

@@ -9,21 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from polyamp.porting.layouts.canonical_model import Layer
-from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_torch.porting.converter import CONVERTER
 from tests.porting.layers import formulas, torch_layers
 from tests.porting.layers.cases import CASES, inputs
-
-
-def canonical(found: Inventory) -> dict[str, Layer]:
-    """What `export` makes of an inventory."""
-    return {
-        layer.path: Layer(layer.forms[0].kind, layer.forms[0].arrays(layer.arrays), layer.forms[0].attributes)
-        for layer in found.layers
-    }
 
 
 def refilled(source: nn.Module, target: nn.Module) -> None:
@@ -54,7 +45,7 @@ def test_every_case_is_built_or_missing_with_a_reason() -> None:
 @pytest.mark.parametrize("case", torch_layers.BUILD)
 def test_a_layer_computes_its_formula(case: str) -> None:
     model = torch_layers.BUILD[case]()
-    layers = canonical(CONVERTER.inventory(model))
+    layers = to_canonical(CONVERTER.inventory(model))
     for layer in layers.values():
         row = KINDS[layer.kind]
         assert set(layer.arrays) <= set(row.arrays)
@@ -113,7 +104,7 @@ def test_other_options_compute_their_formula(name: str) -> None:
     model = torch_layers._with_random_weights(make, 7)()
     rng = np.random.default_rng(3)
     x = rng.integers(0, 11, shape).astype(np.int32) if len(shape) == 2 else rng.standard_normal(shape, np.float32)
-    (layer,) = canonical(CONVERTER.inventory(model)).values()
+    (layer,) = to_canonical(CONVERTER.inventory(model)).values()
     expected = formulas.one(layer, x)
     found = torch_layers.run(model, x)
     assert found.shape == expected.shape
