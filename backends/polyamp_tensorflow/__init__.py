@@ -18,18 +18,22 @@ same object there: import either.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from polyamp.backend_lookup import check_framework
 
 check_framework(__name__, "tensorflow", "tensorflow", "keras")
 
+from polyamp_keras.own_loop.fit import compile, guard  # noqa: A004  # Keras's word for it
 from polyamp_keras.own_loop.fit_monitor import MonitorCallback
 from polyamp_keras.own_loop.loss_scale_logger import LossScaleLogger  # Keras's word for it
 from polyamp_keras.own_loop.spec_optimizer import SpecOptimizer
 from polyamp_keras.precision.apply_policy import AppliedPolicy, apply_policy, dtype_policy
 from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
 from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.tensorflow_only.fit import compile, guard  # noqa: A004  # Keras's word for it
 from polyamp_tensorflow.step.state import TensorFlowState
+
+import_module(f"{__name__}.own_loop.tensorflow_only.train_step_guard")  # `fit` is then guarded as on TensorFlow
 
 __all__ = [
     "BACKEND",

@@ -1,27 +1,24 @@
-"""`compile`, which configures `model.fit` by a recipe, and `guard`, for Keras on torch and JAX.
+"""`compile`, which configures `model.fit` by a recipe, and `guard`, on every Keras backend.
 
-`fit`, `evaluate` and `predict` are Keras's own. A wrapper of the model's `train_step` restores running statistics after
-a skipped update. The host checks for a stuck scale every `patience` batches.
+`fit`, `evaluate` and `predict` are Keras's own. `train_step_guard` has the part of torch and JAX, and
+`polyamp_tensorflow` that of TensorFlow, where strategies are.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-
-import keras
 
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp_keras.engine import ENGINE
-from polyamp_keras.models.layers import own_class
-from polyamp_keras.own_loop.fit_checks import check_trained_variables, replace_keras_wrapper, scaling_optimizer
-from polyamp_keras.own_loop.fit_guard import check_compile, compile_with, install_functions, wrap_optimizer
-from polyamp_keras.own_loop.fit_loss_divisor import install_loss_counting, report_loss_divisors
-from polyamp_keras.own_loop.native_scaler import KerasLossScaleOptimizer
+from polyamp.rules import step_checks
+from polyamp_keras.arrays import dtype_name
+from polyamp_keras.models.variables import model_variables
+from polyamp_keras.own_loop.compile_arguments import check_compile_arguments, compile_model
+from polyamp_keras.own_loop.fit_checks import check_average, check_losses, check_model
+from polyamp_keras.own_loop.optimizer_checks import check_recipe_optimizer
 from polyamp_keras.own_loop.saved_guard import SavedGuard
 from polyamp_keras.own_loop.spec_optimizer import make_optimizer, resolve_groups
+from polyamp_keras.precision.apply_policy import APPLIED_BY_COMPILE, AppliedPolicy, resolve_policy
 
 
 def compile(  # noqa: A001  # Keras's word for it
@@ -45,11 +42,12 @@ def compile(  # noqa: A001  # Keras's word for it
     that is incomplete at the end of an epoch continues in the next epoch.
 
     Args:
-        model: a built `keras.Model`.
+        model: a built `keras.Model`; with a strategy of TensorFlow's, created in its scope.
         recipe: a recipe as for `polyamp.train_step`.
         loss, metrics, loss_weights, weighted_metrics, run_eagerly, steps_per_execution: as in `model.compile`. Losses
             are computed in float32.
-        jit_compile: True, False or "auto" as in Keras. None is "auto": on JAX True, on torch False.
+        jit_compile: True, False or "auto" as in Keras. None is "auto": on JAX True, on torch False; but
+            on TensorFlow float16 on one CPU is compiled with XLA, with one warning per process.
         **more: further arguments of the model's own `compile`, such as the `student_loss_fn` of keras.io's Distiller.
             Of Keras's arguments it gets those that it accepts.
 
@@ -57,8 +55,8 @@ def compile(  # noqa: A001  # Keras's word for it
         ModelError: not a `keras.Model`, not built, or without float32 parameters.
         LossError: a loss in 16 bits.
         PolicyError, RecipeError, LossScaleError, UnsupportedError: as from `polyamp.init`; jit_compile=True on torch,
-            `keras.distribution`, nnx-enabled Keras; an argument that the model's `compile` does not accept, or a
-            missing one.
+            XLA on several replicas, `keras.distribution`, nnx-enabled Keras; an argument that the model's `compile`
+            does not accept, or a missing one.
 
     Example:
         >>> import keras, polyamp
@@ -70,16 +68,35 @@ def compile(  # noqa: A001  # Keras's word for it
         >>> int(model.optimizer.iterations), sorted(history.history)
         (1, ['loss', 'mae'])
     """
-    jit = "auto" if jit_compile is None else jit_compile
-    ENGINE.check_fit(jit)
+    backend = SavedGuard.backend
     given = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
-    plan, parameters = check_compile(model, recipe, given, more)
-    inner = make_optimizer(recipe, parameters, resolve_groups(model, recipe, parameters))
-    optimizer = wrap_optimizer(KerasLossScaleOptimizer, inner, recipe)
-    optimizer.build(model.trainable_variables)
-    execution = {"run_eagerly": run_eagerly, "steps_per_execution": steps_per_execution, "jit_compile": jit}
-    compile_with(model, plan, {"optimizer": optimizer, **given, **execution}, more)
-    guard(model, recipe.policy)
+    check_model(model)
+    check_compile_arguments(model, {name: value for name, value in given.items() if value is not None}, more)
+    check_losses([loss, *more.values()])
+    plan = resolve_policy(model, recipe.policy)
+    check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
+    check_average(recipe)
+    parameters = model_variables(model).parameters
+    step_checks.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
+    with backend.scope(model):
+        jit = backend.choose_jit(model, plan, jit_compile, run_eagerly)
+        groups = resolve_groups(model, recipe, parameters)
+        optimizer = backend.optimizer(
+            make_optimizer(recipe, parameters, groups, backend.check_optimizer),
+            recipe.loss_scaler,
+            clip_norm=recipe.clip_norm,
+            clip_value=recipe.clip_value,
+            clip_eps=recipe.clip_eps,
+            accumulate_steps=recipe.accumulate_steps,
+        )
+        optimizer.build(model.trainable_variables)
+        execution = {"run_eagerly": run_eagerly, "steps_per_execution": steps_per_execution, "jit_compile": jit}
+        before = vars(model).get(APPLIED_BY_COMPILE)
+        AppliedPolicy(model, plan, by_compile=True)  # first, since it may raise
+        if before is not None:
+            before.restore()
+        compile_model(model, {"optimizer": optimizer, **given, **execution, "auto_scale_loss": False}, more)
+        guard(model, recipe.policy)
 
 
 def guard(model: Any, policy: Policy | str | None = None) -> None:
@@ -97,38 +114,4 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
         LossScaleError: the model's optimizer is not a `LossScaleOptimizer`.
         ModelError: the model is not built.
     """
-    _install_guard(model, None if policy is None else Policy.of(policy).float32_matmul)
-
-
-def _install_guard(model: Any, precision: str | None) -> None:
-    replace_keras_wrapper(model, KerasLossScaleOptimizer)
-    optimizer = scaling_optimizer(model)
-    ENGINE.check_fit(getattr(model, "jit_compile", False))
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    optimizer.prepare_statistics(model)
-    step = own_class(model).train_step
-    model.train_step = ENGINE.guarded_train_step(model, step, KerasLossScaleOptimizer, _count_micro_batch)
-    if ENGINE.LOSS_REACHES_APPLY:
-        install_loss_counting(model)
-    keeps = ENGINE.KEEPS_FIT_STATE
-    install_functions(model, precision, _check_stuck if keeps else None, check_trained_variables if keeps else None)
-
-
-SavedGuard.guard_model = staticmethod(_install_guard)
-
-
-@contextlib.contextmanager
-def _count_micro_batch(optimizer: KerasLossScaleOptimizer, data: Any) -> Iterator[None]:
-    """Context manager that weights a micro-batch by its rows, or by the divisor of its loss."""
-    arrays = [leaf for leaf in keras.tree.flatten(data) if len(getattr(leaf, "shape", ()))]
-    if optimizer.accumulate_steps == 1 or not arrays:
-        yield
-        return
-    with optimizer.micro_batch(float(arrays[0].shape[0])), report_loss_divisors(optimizer.count_micro_batch):
-        yield
-
-
-def _check_stuck(model: Any, result: Any) -> None:
-    ENGINE.store_fit_state(model, result)
-    model.optimizer.raise_if_stuck()
+    SavedGuard.backend.install_guard(model, None if policy is None else Policy.of(policy).float32_matmul)

@@ -1,16 +1,38 @@
-"""The guard of `fit` in a model's file."""
+"""The guard of `fit` in a model's file, and `FitBackend`, by which it is installed."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_keras.arrays import read_value
 from polyamp_keras.models.keras_serialization import ModelSetting
 from polyamp_keras.models.variables import seed_variables
 from polyamp_keras.own_loop.scaled_optimizer import ScaledOptimizer
+
+
+class FitBackend(NamedTuple):
+    """What `compile` and `guard` need of the backend that Keras runs on.
+
+    Attributes:
+        optimizer: its `LossScaleOptimizer`.
+        choose_jit: `(model, plan, jit_compile, run_eagerly)` -> the `jit_compile` of `model.compile`, for that of
+            `compile`; raises for what `fit` does not support.
+        install_guard: `(model, float32_matmul)`: restores running statistics, and detects a stuck scale.
+        scope: `(model)` -> context manager in which the optimizer is made.
+        check_optimizer: raises for optimizers that do not train there; None for no check.
+    """
+
+    optimizer: type[ScaledOptimizer]
+    choose_jit: Callable[[Any, ResolvedPolicy, bool | str | None, bool], bool | str]
+    install_guard: Callable[[Any, str | None], None]
+    scope: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
+    check_optimizer: Callable[[Any], None] | None = None
 
 
 @keras.saving.register_keras_serializable(package="polyamp_tensorflow")
@@ -18,8 +40,8 @@ class SavedGuard(ModelSetting):
     """Setting in a model's `.keras` file: the guard of the model, and its random seeds (S12)."""
 
     needs_compile: ClassVar[bool] = True
-    guard_model: ClassVar[Callable[[Any, str | None], None]]
-    """`(model, float32_matmul)`: the guard of this Keras backend."""
+    backend: ClassVar[FitBackend]
+    """What `fit` needs of this Keras backend."""
 
     def __init__(self, model: Any, precision: str | None, seeds: dict[str, Any] | None = None) -> None:
         self._model = model
@@ -44,7 +66,7 @@ class SavedGuard(ModelSetting):
     def install(self, model: Any) -> None:
         """Guard a model that Keras has compiled, unless its class overrides `compile`."""
         if isinstance(getattr(model, "optimizer", None), ScaledOptimizer):
-            SavedGuard.guard_model(model, self._precision)
+            SavedGuard.backend.install_guard(model, self._precision)
             seeds = self._seeds or {}
             for name, variable in seed_variables(model).items():
                 if name in seeds:

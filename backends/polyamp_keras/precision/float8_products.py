@@ -16,14 +16,13 @@ import keras
 from keras import ops
 
 from polyamp.context_values import temporary_value
-from polyamp.recipe.float8 import ACTIVATION_FORMAT, BLOCK, LARGEST_EXPONENTS, LARGEST_SCALE_EXPONENT, Float8
+from polyamp.recipe.float8 import ACTIVATION_FORMAT, Float8
+from polyamp.rules.float8_codes import Quantizer, ScaledCodes
 from polyamp_keras.engine import ENGINE
 from polyamp_keras.precision.layer_method_wrappers import copy_signature
 
-_SIGNIFICAND_LIMIT: Final = 0x600000
-"""Fraction bits of 1.75, the significand of both formats' largest number."""
-
-
+quantizer: Final = Quantizer(ops, ops.cast, ENGINE.bitcast)
+"""Rounding to 8 bits."""
 FigureSink = Callable[[Any], Any]
 """Receives the figures of a product in its backward pass: float32, shape (3, 4), see `MonitorSlots.products`. On JAX
 the gradients depend on what it returns."""
@@ -32,18 +31,6 @@ product_watch: Final[ContextVar[Callable[[Any, Any], FigureSink | None] | None]]
 )
 """Called with the two matrices of each product that runs now. It returns where the product's figures go, or None: they
 are not computed."""
-
-
-class Codes(NamedTuple):
-    """A tensor in 8 bits: `numbers / 2 ** exponent`.
-
-    Attributes:
-        numbers: 8-bit floats.
-        exponent: int32: a scalar, or one for each row (an axis of size 1) or each block of 32 numbers of a matrix.
-    """
-
-    numbers: Any
-    exponent: Any
 
 
 class EinsumAxes(NamedTuple):
@@ -84,54 +71,6 @@ def parse_einsum(equation: str) -> EinsumAxes | None:
     return axes if is_product and all(len(set(each)) == len(each) for each in (x, kernel, out)) else None
 
 
-def quantize(x: Any, form: str, scaling: str = "tensor", axis: int = 1) -> Codes:
-    """Return a tensor in 8 bits: times powers of two, each the largest with which its numbers fit, to nearest even.
-
-    Numbers that share a scale with infinity or NaN become NaN (S36). Nothing is cut to the largest number.
-
-    Args:
-        x: floats of any shape, or a matrix with scales of rows or blocks.
-        form: "float8_e4m3fn" or "float8_e5m2".
-        scaling: which numbers share a scale: "tensor", "row" or "block32".
-        axis: the axis over which the product sums: that of the rows and blocks.
-    """
-    wide = ops.cast(x, "float32")
-    bits = ops.bitwise_and(ENGINE.bitcast(wide, "int32"), 0x7FFFFFFF)
-    largest = _largest(bits, scaling, axis)  # of integers, in whose order NaN is the largest
-    exponent, fraction = ops.right_shift(largest, 23), ops.bitwise_and(largest, 0x7FFFFF)
-    above = ops.cast(fraction > _SIGNIFICAND_LIMIT, "int32")
-    k = ops.minimum(LARGEST_EXPONENTS[form] + 127 - exponent - above, LARGEST_SCALE_EXPONENT)
-    k = ops.where(ops.logical_or(exponent == 0, exponent == 0xFF), ops.zeros_like(k), k)
-    scale = ops.where(exponent == 0xFF, math.nan, _power_of_two(k))
-    if scaling == "block32":
-        scale = _spread(scale, ops.shape(x)[axis], axis)
-    return Codes(ops.cast(wide * scale, form), k)
-
-
-def _largest(bits: Any, scaling: str, axis: int) -> Any:
-    """Return the largest of the integers whose numbers share a scale."""
-    if scaling == "tensor":
-        return ops.max(bits, initial=0)
-    if scaling == "row":
-        return ops.max(bits, axis, keepdims=True, initial=0)
-    missing = -ops.shape(bits)[axis] % BLOCK  # in the last block of a number of rows, which a graph may not know
-    bits = ops.pad(bits, [[0, missing], [0, 0]] if axis == 0 else [[0, 0], [0, missing]])
-    columns = bits.shape[1]
-    blocks = (-1, BLOCK, columns) if axis == 0 else (-1, columns // BLOCK, BLOCK)
-    return ops.max(ops.reshape(bits, blocks), axis + 1, initial=0)
-
-
-def _spread(of_blocks: Any, size: Any, axis: int) -> Any:
-    """Return the number of each block for each of the `size` elements along an axis."""
-    spread = ops.repeat(of_blocks, BLOCK, axis)
-    return spread[:size] if axis == 0 else spread[:, :size]
-
-
-def _power_of_two(exponent: Any) -> Any:
-    """Return 2 ** exponent in float32, for exponents of normal numbers."""
-    return ENGINE.bitcast(ops.left_shift(exponent + 127, 23), "float32")
-
-
 def multiply(x: Any, w: Any, settings: Float8) -> Any:
     """Return x (rows, k) times w (k, columns), both in the compute dtype, with its two gradients: three products of
     8-bit numbers.
@@ -146,40 +85,33 @@ def multiply(x: Any, w: Any, settings: Float8) -> Any:
     sink = None if watch is None else watch(x, w)
 
     def forward(x: Any, w: Any) -> tuple[Any, tuple[Any, ...]]:
-        left, right = quantize(x, ACTIVATION_FORMAT, scaling, 1), quantize(w, ACTIVATION_FORMAT, scaling, 0)
+        left = quantizer.quantize(x, ACTIVATION_FORMAT, scaling, 1)
+        right = quantizer.quantize(w, ACTIVATION_FORMAT, scaling, 0)
         out = _multiply_codes(left, right, dtype, scaling)
-        pairs = ((x, left, 1), (w, right, 0))
-        figures = [] if sink is None else [ops.stack([_rounding_sums(*pair, scaling) for pair in pairs])]
+        pairs = ((x, left, scaling, 1), (w, right, scaling, 0))
+        figures = [] if sink is None else [ops.stack([quantizer.rounding_sums(*pair) for pair in pairs])]
         if scaling != "tensor":  # the backward products sum over the other axes
-            left, right = quantize(x, ACTIVATION_FORMAT, scaling, 0), quantize(w, ACTIVATION_FORMAT, scaling, 1)
+            left = quantizer.quantize(x, ACTIVATION_FORMAT, scaling, 0)
+            right = quantizer.quantize(w, ACTIVATION_FORMAT, scaling, 1)
         return out, (*left, *right, *figures)
 
     def backward(residuals: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
-        left, right = Codes(*residuals[:2]), Codes(*residuals[2:4])
-        codes = quantize(g, settings.gradients, scaling, 1)
+        left, right = ScaledCodes(*residuals[:2]), ScaledCodes(*residuals[2:4])
+        codes = quantizer.quantize(g, settings.gradients, scaling, 1)
         dx = _multiply_codes(codes, right, dtype, scaling, transpose_right=True)
-        figures = () if sink is None else (ops.concatenate([residuals[4], _rounding_sums(g, codes, 1, scaling)[None]]),)
+        figures: tuple[Any, ...] = ()
+        if sink is not None:
+            figures = (ops.concatenate([residuals[4], quantizer.rounding_sums(g, codes, scaling)[None]]),)
         if scaling != "tensor":
-            codes = quantize(g, settings.gradients, scaling, 0)
+            codes = quantizer.quantize(g, settings.gradients, scaling, 0)
         return dx, _multiply_codes(left, codes, dtype, scaling, transpose_left=True), *figures
 
     return ENGINE.custom_vjp(forward, backward, x, w, sink)
 
 
-def _rounding_sums(x: Any, codes: Codes, axis: int, scaling: str) -> Any:
-    """Return the figures of an operand, whose rows or blocks are along an axis, float32, shape (4,): elements, those
-    that became zero, and the sums of the squares and of the squared errors."""
-    exponent = _spread(codes.exponent, ops.shape(x)[axis], axis) if scaling == "block32" else codes.exponent
-    rounded, unscale = ops.cast(codes.numbers, "float32"), _power_of_two(-exponent)
-    exact = ops.cast(x, "float32") * _power_of_two(exponent)
-    lost = ops.sum(ops.cast(ops.logical_and(exact != 0.0, rounded == 0.0), "float32"))
-    squares = [ops.sum(ops.square(each * unscale)) for each in (exact, exact - rounded)]
-    return ops.stack([ops.cast(ops.size(x), "float32"), lost, *squares])
-
-
 def _multiply_codes(
-    left: Codes,
-    right: Codes,
+    left: ScaledCodes,
+    right: ScaledCodes,
     dtype: str,
     scaling: str,
     *,
@@ -188,7 +120,7 @@ def _multiply_codes(
 ) -> Any:
     """Return the product of two matrices of 8-bit numbers, accumulated in float32, rounded once."""
     if scaling == "block32":
-        a, b = _half(left, 0 if transpose_left else 1), _half(right, 1 if transpose_right else 0)
+        a, b = quantizer.halve(left, 0 if transpose_left else 1), quantizer.halve(right, 1 if transpose_right else 0)
     else:
         a, b = ops.cast(left.numbers, "float32"), ops.cast(right.numbers, "float32")
     total = ops.matmul(ops.transpose(a) if transpose_left else a, ops.transpose(b) if transpose_right else b)
@@ -197,15 +129,7 @@ def _multiply_codes(
     rows, columns = left.exponent, right.exponent
     if scaling == "row":
         rows, columns = ops.reshape(rows, (-1, 1)), ops.reshape(columns, (1, -1))
-    exponent = rows + columns
-    half = ops.right_shift(exponent, 1)  # two factors: their product may be outside of float32's range
-    return ops.cast(total * _power_of_two(-half) * _power_of_two(half - exponent), dtype)
-
-
-def _half(codes: Codes, axis: int) -> Any:
-    """Return the numbers divided by their blocks' scales, in float32: half of them, since the whole may be 2^128."""
-    scale = _spread(_power_of_two(-codes.exponent - 1), ops.shape(codes.numbers)[axis], axis)
-    return ops.cast(codes.numbers, "float32") * scale
+    return quantizer.unscale(total, rows + columns, dtype)
 
 
 def einsum(axes: EinsumAxes, x: Any, kernel: Any, settings: Float8) -> Any:

@@ -13,7 +13,7 @@ import polyamp
 import polyamp_keras
 from polyamp import Float8, Policy, UnsupportedError
 from polyamp.reference import float8 as reference
-from polyamp_keras.precision.float8_products import multiply, parse_einsum, quantize
+from polyamp_keras.precision.float8_products import multiply, parse_einsum, quantizer
 from tests.fixtures import float8_values
 
 POLICY = Policy("mixed_float8", float8=Float8(emulate=True))
@@ -35,7 +35,7 @@ def to_float32(tensor: Any) -> np.ndarray[Any, Any]:
 def test_s36_codes_have_the_references_bits(kind: str, form: str) -> None:
     x = float8_values.values(kind)
     want = reference.quantize(x, form)
-    got = quantize(keras.ops.convert_to_tensor(x, "bfloat16"), form)
+    got = quantizer.quantize(keras.ops.convert_to_tensor(x, "bfloat16"), form)
     assert int(got.exponent) == want.exponent
     assert keras.backend.standardize_dtype(got.numbers.dtype) == form
     numbers = to_float32(got.numbers).astype(getattr(ml_dtypes, form))
@@ -67,7 +67,7 @@ def gradients_of(backend: str, function: Any, given: list[Any], g: Any) -> tuple
 @pytest.mark.parametrize("form", float8_values.FORMATS)
 def test_s36_codes_of_rows_and_blocks_have_the_references_bits(form: str) -> None:
     def codes(x: Any, form: str, scaling: str, axis: int) -> Any:
-        got = quantize(keras.ops.convert_to_tensor(x, "bfloat16"), form, scaling, axis)
+        got = quantizer.quantize(keras.ops.convert_to_tensor(x, "bfloat16"), form, scaling, axis)
         return to_float32(got.numbers).astype(getattr(ml_dtypes, form)), keras.ops.convert_to_numpy(got.exponent)
 
     float8_values.check_codes(codes, form)

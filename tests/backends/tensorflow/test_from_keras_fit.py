@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from polyamp_tensorflow import LossScaleOptimizer
+from polyamp_tensorflow.own_loop.tensorflow_only import train_step_guard
 from tests.page_diffs import run_side
 
 PAGE = "from_keras_fit"
@@ -23,7 +24,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A working folder with `before.keras`, a file of a model that Keras trained under `mixed_float16`. XLA is off:
     compiling takes most of the time, and so few products are quick in float16 without it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("polyamp_tensorflow.own_loop.tensorflow_only.fit.needs_xla", lambda *args, **kwargs: False)
+    monkeypatch.setattr(train_step_guard, "needs_xla", lambda *args, **kwargs: False)
     monkeypatch.setattr("keras.src.trainers.trainer.model_supports_jit", lambda model: False)
     keras.mixed_precision.set_global_policy("mixed_float16")
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import polyamp
 from polyamp.monitor.records import PRODUCT_OPERANDS
-from polyamp_jax.precision.interpreter.float8_products import quantize
+from polyamp_jax.precision.interpreter.float8_products import quantizer
 from tests.backends.jax.distributed.meshes import mesh
 from tests.fixtures import float8_values
 
@@ -58,7 +58,7 @@ def test_s36_a_parameter_whose_features_are_sharded_has_the_scales_of_the_whole_
     either axis, and so is the product of a parameter whose contracted axis is whole."""
     w, devices = jnp.asarray(uneven(64).T.reshape(64, 64)), mesh()
     columns = jax.device_put(w, NamedSharding(devices, P(None, devices.axis_names[0])))
-    run = jax.jit(quantize, static_argnums=(1, 2, 3))
+    run = jax.jit(quantizer.quantize, static_argnums=(1, 2, 3))
     for axis in (0, 1):
         got, want = (run(each, "float8_e4m3fn", scaling, axis) for each in (columns, w))
         np.testing.assert_array_equal(np.asarray(got.exponent), np.asarray(want.exponent))

@@ -13,7 +13,7 @@ from flax import nnx
 import polyamp
 from polyamp import Float8, Policy, UnsupportedError
 from polyamp.reference import float8 as reference
-from polyamp_jax.precision.interpreter.float8_products import quantize
+from polyamp_jax.precision.interpreter.float8_products import quantizer
 from tests.fixtures import float8_values
 
 POLICY = Policy("mixed_float8", float8=Float8(emulate=True))
@@ -28,14 +28,14 @@ X = jnp.sin(jnp.linspace(-1.0, 1.0, 8 * 16).reshape(8, 16) * 3)
 def test_codes_have_the_references_bits(kind: str, form: str) -> None:
     x = float8_values.values(kind)
     want = reference.quantize(x, form)
-    got = jax.jit(quantize, static_argnums=1)(jnp.asarray(x, jnp.bfloat16), form)
+    got = jax.jit(quantizer.quantize, static_argnums=1)(jnp.asarray(x, jnp.bfloat16), form)
     assert int(got.exponent) == want.exponent
     np.testing.assert_array_equal(float8_values.bits(got.numbers), float8_values.bits(want.numbers))
 
 
 @pytest.mark.parametrize("form", float8_values.FORMATS)
 def test_s36_codes_of_rows_and_blocks_have_the_references_bits(form: str) -> None:
-    run = jax.jit(quantize, static_argnums=(1, 2, 3))
+    run = jax.jit(quantizer.quantize, static_argnums=(1, 2, 3))
     float8_values.check_codes(lambda x, *settings: run(jnp.asarray(x, jnp.bfloat16), *settings), form)
 
 

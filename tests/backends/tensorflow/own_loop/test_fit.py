@@ -20,9 +20,8 @@ from polyamp.errors import (
     RecipeError,
     UnsupportedError,
 )
-from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
+from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer, guard
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.own_loop.tensorflow_only.fit import guard
 from polyamp_tensorflow.step.tensorflow_only import graph_function
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip

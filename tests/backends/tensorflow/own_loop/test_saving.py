@@ -14,9 +14,8 @@ import tensorflow as tf
 import polyamp
 from polyamp.errors import RecipeError
 from polyamp.recipe.optimizers import SPECS
-from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
+from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer, guard
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.own_loop.tensorflow_only.fit import guard
 
 # Keras 3.15 reads its variables so when it writes them, under NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")

@@ -15,7 +15,7 @@ import polyamp
 import polyamp_keras
 from polyamp import Float8, Policy, UnsupportedError
 from polyamp.reference import float8 as reference
-from polyamp_keras.precision.float8_products import multiply, quantize
+from polyamp_keras.precision.float8_products import multiply, quantizer
 from tests.fixtures import float8_values
 
 POLICY = Policy("mixed_float8", float8=Float8(emulate=True))
@@ -25,7 +25,7 @@ X = np.sin(3 * np.linspace(-1.0, 1.0, 8 * 16)).reshape(8, 16).astype("float32")
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("form", float8_values.FORMATS)
 def test_s36_codes_in_graphs_have_the_references_bits(form: str, jit_compile: bool) -> None:
-    function = tf.function(lambda x: quantize(x, form), jit_compile=jit_compile)
+    function = tf.function(lambda x: quantizer.quantize(x, form), jit_compile=jit_compile)
     for kind in float8_values.KINDS:
         x = float8_values.values(kind)
         want, got = reference.quantize(x, form), function(tf.constant(x, tf.bfloat16))
