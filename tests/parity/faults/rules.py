@@ -87,8 +87,12 @@ def _clipped_before_unscaling(backend: str) -> list[Any]:
 def _not_unscaled(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
         update = _module(backend, "step.update")
-        right = update.total_scale
-        return [mock.patch.object(update, "total_scale", lambda scale, total, device: right(None, total, device))]
+        right = update.StepReduction.finish_alone
+
+        def without_scale(self: Any, scale: Any, device: Any) -> Any:
+            return right(self, None, device)
+
+        return [mock.patch.object(update.StepReduction, "finish_alone", without_scale)]
     if backend == "polyamp_jax":
         home = _module(backend, "step.accumulation")
         return [mock.patch.object(home, "unscale_leaf", lambda leaf, scale, dtype: leaf.astype(dtype))]
