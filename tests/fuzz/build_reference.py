@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import numpy as np
 
@@ -10,6 +11,8 @@ import polyamp
 from polyamp.reference import MLP
 from tests.fuzz.grammar import Description
 from tests.fuzz.problem import Weights
+
+_BODY: Final = re.compile(r"((^| )dense( batch_norm)? relu)*")
 
 
 class Net(MLP):
@@ -31,8 +34,12 @@ class Net(MLP):
 
 
 def can(description: Description) -> bool:
-    """Whether the reference has such a network; its modules have names of its own, so overrides do not fit."""
-    return description["kind"] == "mlp" and not description["policy"].get("overrides")
+    """Whether the reference has such a network; its modules have names of its own, so overrides do not fit.
+
+    Its MLP has a relu after every layer but the last, which a description that was made smaller may lack."""
+    if description["kind"] != "mlp" or description["policy"].get("overrides"):
+        return False
+    return _BODY.fullmatch(" ".join(layer["op"] for layer in description["layers"])) is not None
 
 
 def _names(description: Description) -> dict[str, str]:

@@ -215,6 +215,16 @@ def test_what_a_network_blows_up_by_itself_is_no_finding(pool: Pool) -> None:
     assert judged(mlp, exact, pool) == exact
 
 
+def test_an_mlp_without_one_of_its_relus_is_not_the_references() -> None:
+    described = next(each for each in map(describe, range(500)) if each["kind"] == "mlp" and len(each["layers"]) > 4)
+    assert can(described)
+    relus = [number for number, layer in enumerate(described["layers"]) if layer["op"] == "relu"]
+    for number in relus:
+        layers = [layer for place, layer in enumerate(described["layers"]) if place != number]
+        assert not can({**described, "layers": layers})
+    assert can({**described, "layers": []})
+
+
 def test_a_printed_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """As it is pasted; with NumPy, which needs no process of its own."""
     mlp = next(describe(seed) for seed in SEEDS if can(describe(seed)))
