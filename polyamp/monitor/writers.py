@@ -163,9 +163,14 @@ class TensorBoardWriter:
 
     def write(self, record: MonitorRecord) -> None:
         """Write a record."""
-        for name, value in scalar_values(record):
-            self._events.add_scalar(f"polyamp/{name}", value, record.call)
-        self._events.flush()
+        try:
+            for name, value in scalar_values(record):
+                self._events.add_scalar(f"polyamp/{name}", value, record.call)
+            self._events.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.close()  # waits for tensorboard's thread, whose traceback would abort an interpreter that ends
+            raise
 
     def close(self) -> None:
         """Close the event file."""

@@ -39,6 +39,29 @@ monitor.close()
 print(len(monitor.records))
 """
 
+FAILED_WRITE = """
+import sys, threading, time
+sys.modules["tensorflow"] = None  # tensorboard imports it where it can
+import polyamp
+from polyamp.monitor.writers import TensorBoardWriter
+from tensorboard.summary.writer import record_writer
+from tests.core.monitor.test_monitor import train
+
+def fail(self, data):
+    raise OSError(27, "File too large")
+
+monitor = polyamp.Monitor(every=1)
+train(monitor, 1)
+writer = TensorBoardWriter("events")
+record_writer.RecordWriter.write = fail
+threading.excepthook = lambda _: time.sleep(0.5)
+try:
+    for _ in range(100):  # tensorboard tells of an error at one of the next calls
+        writer.write(monitor.records[0])
+except OSError as error:
+    print(f"{error.strerror}; {threading.active_count()} thread")
+"""
+
 
 def complete_events(folder: Path) -> list[bytes]:
     """The whole records of an event file: length, its checksum, data, their checksum."""
@@ -72,6 +95,15 @@ def test_s35_what_was_collected_can_be_read(how: str, tmp_path: Path) -> None:
     with (tmp_path / "run.csv").open(newline="") as file:
         assert [row["call"] for row in csv.DictReader(file)] == ["1", "2", "3"]
     assert sum(b"polyamp/loss_scale" in event for event in complete_events(tmp_path / "events")) == 3
+
+
+def test_a_failed_write_waits_for_the_thread_of_tensorboard(tmp_path: Path) -> None:
+    """A daemon thread that still prints its traceback aborts an interpreter that ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_WRITE], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(Path(polyamp.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.stdout == "File too large; 1 thread\n"
 
 
 def test_records_after_close_are_appended(tmp_path: Path) -> None:
