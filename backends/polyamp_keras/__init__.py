@@ -70,6 +70,7 @@ def __getattr__(name: str) -> Any:
 
 # Keras finds the classes of a file once they are registered, which importing their modules does.
 if backend_name() != "tensorflow":
+    import_module(f"{__name__}.own_loop.fit")
     import_module(f"{__name__}.own_loop.train_step_guard")
 elif "polyamp_tensorflow" not in sys.modules:
     import_module("polyamp_tensorflow")
