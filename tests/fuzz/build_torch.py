@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import polyamp
-from tests.fuzz.grammar import CLAMP, LENGTH, Description, walk
+from tests.fuzz.grammar import CLAMP, LENGTH, PRODUCTS, Description, walk
 from tests.fuzz.problem import Weights, wide, widths
 
 ACTIVATIONS = {
@@ -128,7 +128,7 @@ class Net(nn.Module):
                 h = h + self.get_submodule(layer["name"])(h) * 0.0
             elif op != "unused":
                 h = self.get_submodule(layer["name"])(h)
-            h = self._rounded(h)
+            h = self._cut(self._rounded(h), op)
         return h
 
     def _rounded(self, h: torch.Tensor) -> torch.Tensor:
@@ -137,6 +137,13 @@ class Net(nn.Module):
         if not digit or not h.is_floating_point():
             return h
         return h + h.detach() * digit * (torch.randint(0, 2, h.shape, generator=self.generator) * 2 - 1)
+
+    def _cut(self, h: torch.Tensor, op: str) -> torch.Tensor:
+        """Likewise: a layer's result where every product is cut off, of which attention has three in a row."""
+        cut = self.description.get("toward_zero", 0.0)
+        if not cut or op not in PRODUCTS:
+            return h
+        return h * (1.0 - cut) ** (3 if op == "attention" else 1)
 
     def _head(self, head: dict[str, Any], h: torch.Tensor) -> torch.Tensor:
         if head["pool"] == "mean":
@@ -151,7 +158,7 @@ class Net(nn.Module):
                 h = h.to(torch.promote_types(h.dtype, table.weight.dtype))
             return functional.linear(h, table.weight)
         result: torch.Tensor = self.get_submodule(head["name"])(h)
-        return result
+        return self._cut(result, "dense")
 
 
 class Dense(nn.Linear):

@@ -23,6 +23,7 @@ FLOOR: Final = {"mixed_bfloat16": 0.01, "mixed_float16": 0.00125}
 are a third of them and less."""
 FLOAT64: Final = (1e-10, 1e-11)
 """Relative and absolute: parameters under a float64 policy, of which Adam's first steps blow up the last digits."""
+CUT_OFF: Final = "; its products are cut off, not rounded"
 EXACT: Final = ("scale", "skipped", "step")
 CURVES: Final = ("loss", "plain", "grad_norm")
 ADAPTIVE: Final = (
@@ -177,6 +178,7 @@ def _mixed(description: Description, whole: Mapping[str, Record], wide: Mapping[
         least = min(distances.values())
         found += [
             f"{name} is {value:.1e} from its float32 at the first steps ({what}), another framework only {least:.1e}"
+            + CUT_OFF * whole[name].get("cut_off", False)
             for name, value in distances.items()
             if value > UNEVEN * least + floor * (2 if what == "grad_norm" else 1)
         ]

@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz import plants, problem
 from tests.fuzz.__main__ import program, report
 from tests.fuzz.build_reference import can
-from tests.fuzz.compare import as_one_batch, findings, one_batch
+from tests.fuzz.compare import CUT_OFF, as_one_batch, findings, one_batch
 from tests.fuzz.grammar import ACTIVATIONS, FEATURES, SENSITIVE, Description, describe, walk
 from tests.fuzz.judge import judged, narrow_sensitivity
 from tests.fuzz.minimise import candidates, kind, smallest
@@ -213,6 +213,26 @@ def test_what_a_network_blows_up_by_itself_is_no_finding(pool: Pool) -> None:
     assert judged(mlp, [text.format(f"{moved * 3:.1e}")], pool) == [text.format(f"{moved * 3:.1e}")]
     exact = ["scale differs: torch [1.0], jax [2.0]", "jax: S12: step 1 was skipped, but these arrays changed: step"]
     assert judged(mlp, exact, pool) == exact
+
+
+def test_products_that_are_cut_off_explain_a_framework_that_cuts_and_no_other(pool: Pool) -> None:
+    """By as much as TensorFlow's curve moved where this was found: 1.5e-02 of two layers of attention."""
+    layers = [
+        {"op": "attention", "name": f"attention{n}", "heads": 2, "native": False, "causal": False} for n in (0, 1)
+    ]
+    head = {"name": "head0", "width": 3, "bias": True, "pool": "mean", "loss": "huber", "weight": 1.0, "options": {}}
+    described = {
+        **describe(0, ()), "seed": 439, "kind": "tokens", "steps": 1, "accumulate_steps": 1, "overflows": [],
+        "layers": [{"op": "embedding", "name": "embedding0", "width": 8}, *layers],
+        "heads": [{**head, "weighted": False}], "policy": {"name": "mixed_bfloat16"},
+    }  # fmt: skip
+    cut = narrow_sensitivity(described, "torch", pool, toward_zero=True)["plain"]
+    assert cut == pytest.approx(1.58e-2, rel=0.01)
+    text = f"tensorflow is {cut:.1e} from its float32 at the first steps (plain), another framework only 1.0e-06"
+    assert judged(described, [text], pool) == [text]
+    assert judged(described, [text + CUT_OFF], pool) == []
+    far = text.replace(f"{cut:.1e}", f"{cut * 3:.1e}") + CUT_OFF
+    assert judged(described, [far], pool) == [far]
 
 
 def test_an_mlp_without_one_of_its_relus_is_not_the_references() -> None:

@@ -49,7 +49,8 @@ def train(
 
     Returns:
         Lists with an entry per step ("loss", "plain", "grad_norm", "scale", "skipped", "step"), "scale_state",
-        "parameters" and "running" by name, and "violations" of rules that one framework can break alone.
+        "parameters" and "running" by name, "violations" of rules that one framework can break alone, and whether
+        this framework cuts 16-bit products off on this processor ("cut_off").
     """
     if framework == "jax" and problem.wide(description):
         import jax
@@ -82,6 +83,7 @@ def _train(
     loss_fn = problem.loss_function(description, _mean(framework), plants.factor(plant, recipe))
     step = _halves(loss_fn, options) if description["halves"] else polyamp.train_step(loss_fn, recipe, **options)
     record: Record = {name: [] for name in ("loss", "plain", "grad_norm", "scale", "skipped", "step")}
+    cut_off = framework == "tensorflow" and recipe.policy.compute == "bfloat16" and builder.cuts_bfloat16_off()
     watch = Watch(backend, description)
     watch.begin(state)
     for number, batch in enumerate(problem.batches(description)):
@@ -107,7 +109,7 @@ def _train(
         "running": builder.running(state, description, passes),
     }
     scale = {name: float(backend.to_numpy(value)) for name, value in state.scale_state._asdict().items()}
-    return {**record, **kept, "scale_state": scale, "violations": watch.violations}
+    return {**record, **kept, "scale_state": scale, "violations": watch.violations, "cut_off": cut_off}
 
 
 def has_averages(recipe: polyamp.Recipe) -> bool:

@@ -10,14 +10,9 @@ import tensorflow as tf
 from polyamp_tensorflow.observe.capabilities import PROBE
 from polyamp_tensorflow.observe.known_traps import TRAPS
 from tests.core.doctor.backend_checks import check_operations, measure_small
+from tests.fuzz.build_tensorflow import cuts_bfloat16_off
 
 CPU = PROBE.devices()[-1]
-
-
-def cuts_bfloat16_off() -> bool:
-    """On some processors (seen with AVX2 alone) TensorFlow's own products are cut off where others, and XLA, round."""
-    row = tf.constant([[1.0, 2.0**-8 + 2.0**-9]], tf.bfloat16)  # its sum is 1 and three quarters of the last place
-    return float(tf.matmul(tf.tile(row, (64, 1)), tf.ones((2, 64), tf.bfloat16))[0, 0]) == 1.0
 
 
 def test_every_dtype_is_measured() -> None:
@@ -36,7 +31,7 @@ def test_inputs_have_the_dtype() -> None:
 
 
 def test_the_traps_are_those_of_this_version() -> None:
-    assert len([trap for trap in TRAPS if trap.holds_for(tf.__version__, "cpu")]) == 2
+    assert len([trap for trap in TRAPS if trap.holds_for(tf.__version__, "cpu")]) == 3
 
 
 @pytest.mark.parametrize(("gradient", "scale", "weight"), [(np.inf, 0.0, -np.inf), (1.0, np.inf, 0.0)])
@@ -56,3 +51,20 @@ def test_float16_layers_alone_are_not_scaled() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="mixed_float16")])
     model.compile("sgd", "mse")
     assert type(model.optimizer) is keras.optimizers.SGD
+
+
+def test_bfloat16_products_are_cut_off_or_rounded_and_by_xla_rounded() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (tf.cast(rng.normal(size=shape).astype(np.float32), tf.bfloat16) for shape in ((64, 8), (8, 64)))
+    exact = np.asarray(tf.cast(x, tf.float64)) @ np.asarray(tf.cast(w, tf.float64))
+    nearest = exact.astype(np.float32).astype(tf.bfloat16.as_numpy_dtype).astype(np.float64)
+    own = np.asarray(tf.cast(tf.matmul(x, w), tf.float64))
+    if cuts_bfloat16_off():
+        assert (np.abs(own) <= np.abs(exact)).all()
+        assert np.mean(own != nearest) > 0.4
+        assert np.abs(own).sum() / np.abs(exact).sum() - 1.0 == pytest.approx(-2.8e-3, rel=0.1)
+    else:
+        np.testing.assert_array_equal(own, nearest)
+    compiled = tf.function(tf.matmul, jit_compile=True)(x, w)
+    np.testing.assert_array_equal(np.asarray(tf.cast(compiled, tf.float64)), nearest)
+    assert abs(np.abs(nearest).sum() / np.abs(exact).sum() - 1.0) < 2e-4
