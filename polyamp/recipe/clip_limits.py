@@ -22,6 +22,15 @@ class ClipLimits(NamedTuple):
     eps: float = 0.0
 
 
+def clip_arguments(limits: ClipLimits) -> dict[str, Any]:
+    """Return the limits under the names that recipes and optimizers give them.
+
+    >>> clip_arguments(ClipLimits(norm=1.0))
+    {'clip_norm': 1.0, 'clip_value': None, 'clip_eps': 0.0}
+    """
+    return {f"clip_{name}": limit for name, limit in limits._asdict().items()}
+
+
 def check_clip_limits(limits: ClipLimits) -> None:
     """Raise unless both limits are None or a finite number above 0, one of them is None, and `eps` fits."""
     _check_limit("clip_norm", limits.norm)

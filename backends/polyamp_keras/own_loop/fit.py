@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyamp.recipe.clip_limits import clip_arguments
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import step_checks
@@ -84,10 +85,8 @@ def compile(  # noqa: A001  # Keras's word for it
         optimizer = backend.optimizer(
             make_optimizer(recipe, parameters, groups, backend.check_optimizer),
             recipe.loss_scaler,
-            clip_norm=recipe.clip_norm,
-            clip_value=recipe.clip_value,
-            clip_eps=recipe.clip_eps,
             accumulate_steps=recipe.accumulate_steps,
+            **clip_arguments(recipe.clip),
         )
         optimizer.build(model.trainable_variables)
         execution = {"run_eagerly": run_eagerly, "steps_per_execution": steps_per_execution, "jit_compile": jit}

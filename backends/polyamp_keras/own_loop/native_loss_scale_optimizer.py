@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from polyamp.errors import LossScaleError, RecipeError, did_you_mean
+from polyamp.recipe.clip_limits import ClipLimits, clip_arguments
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState
 
@@ -29,8 +30,10 @@ _POLYAMP_ARGUMENTS: Final[dict[str, str]] = {
     "gradient_accumulation_steps": "accumulate_steps",
 }
 """Those with an equivalent in polyamp's wrapper -> its name."""
-_NAMES: Final = ("inner_optimizer", "initial_scale", "dynamic_growth_steps", "name", "scaler", "clip_norm",
-                 "clip_value", "clip_eps", "accumulate_steps")  # fmt: skip
+_NAMES: Final = (
+    *("inner_optimizer", "initial_scale", "dynamic_growth_steps", "name", "scaler", "accumulate_steps"),
+    *clip_arguments(ClipLimits()),
+)
 _WRAPPER_VARIABLES: Final = 4
 """Keras's variables before the inner optimizer's: an unused count and learning rate, good steps, scale."""
 

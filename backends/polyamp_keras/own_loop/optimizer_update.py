@@ -13,7 +13,6 @@ from typing import Any
 
 import keras
 
-from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.rules import clip
 from polyamp.rules.update_decision import GradStats, decide
 from polyamp_keras.arrays import native_variable, read_value
@@ -30,7 +29,8 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
     optimizer, state = call.optimizer, call.state
     sums, rows = add_to_sums(call, gradients), next_rows(call)
     unscaled, weight = divide_by_scale(call, sums)
-    measures = optimizer.scaler.checks or optimizer.clip_norm is not None or optimizer.figures is not None
+    by_norm = clip.gradient_clip(optimizer.clip).factor is not None
+    measures = optimizer.scaler.checks or by_norm or optimizer.figures is not None
     flags = ENGINE.finite_flags(unscaled) if measures else None
     finite = keras.ops.all(flags) if measures else None
     norm = None if optimizer.figures is None else ENGINE.global_norm(unscaled)  # a clip computes its own
@@ -72,11 +72,10 @@ def _run_inner(call: ApplyCall, unscaled: list[Any]) -> None:
     known = {id(v): g for v, g in zip(call.variables, unscaled, strict=True) if id(v) not in unused}
     variables = call.all_variables
     gradients = [known.get(id(variable)) for variable in variables]  # Keras warns of those that are None
-    limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value, optimizer.clip_eps)
     if isinstance(inner, SpecOptimizer):
-        sets = inner.clip_sets(variables, limits)
+        sets = inner.clip_sets(variables, optimizer.clip)
     else:
-        sets = clip.clip_sets([(None, limits)] * len(variables))
+        sets = clip.clip_sets([(None, optimizer.clip)] * len(variables))
 
     def norm_of(places: list[int]) -> Any:
         return ENGINE.global_norm([gradients[place] for place in places])

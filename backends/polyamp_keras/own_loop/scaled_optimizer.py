@@ -10,6 +10,7 @@ import keras
 
 from polyamp.errors import GradientError, RecipeError
 from polyamp.monitor.slots import MonitorSelection
+from polyamp.recipe.clip_limits import ClipLimits, clip_arguments
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState
@@ -63,13 +64,14 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         given = pop_inner_optimizer(inner_optimizer, options)
         check_scaler_options(options)
         scaler = scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
-        values: Any = {"scaler": scaler, "clip_norm": clip_norm, "clip_value": clip_value, "clip_eps": clip_eps}
-        Recipe(policy="mixed_float16", accumulate_steps=accumulate_steps, **values)  # a recipe checks them
+        limits = ClipLimits(clip_norm, clip_value, clip_eps)
+        values: Any = {"scaler": scaler, "accumulate_steps": accumulate_steps, **clip_arguments(limits)}
+        Recipe(policy="mixed_float16", **values)  # a recipe checks them
         inner = SpecOptimizer(given) if is_spec(given) else given
         check_inner_optimizer(inner, clip_norm)
         super().__init__(inner, initial_scale=scaler.init_scale, dynamic_growth_steps=scaler.growth_interval, name=name)
         self.scaler, self.accumulate_steps = scaler, accumulate_steps
-        self.clip_norm, self.clip_value, self.clip_eps = clip_norm, clip_value, clip_eps
+        self.clip_norm, self.clip_value, self.clip_eps = limits
         start = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
         scale = LossScaleState(*(self._scalar(field, value) for field, value in start._asdict().items()))
         self.dynamic_scale, self.step_counter = scale[:2]  # Keras's names for them
@@ -126,6 +128,11 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     def scale_variables(self) -> LossScaleState:
         """The variables of the loss-scale state."""
         return self._state.scale
+
+    @property
+    def clip(self) -> ClipLimits:
+        """The limits of the unscaled gradients."""
+        return ClipLimits(self.clip_norm, self.clip_value, self.clip_eps)
 
     @property
     def skipped_steps(self) -> int:
@@ -253,10 +260,8 @@ class ScaledOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             "dynamic_growth_steps": self.dynamic_growth_steps,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "scaler": self.scaler.to_dict(),
-            "clip_norm": self.clip_norm,
-            "clip_value": self.clip_value,
-            **({"clip_eps": self.clip_eps} if self.clip_eps else {}),
             "accumulate_steps": self.accumulate_steps,
+            **clip_arguments(self.clip),
         }
 
     @classmethod

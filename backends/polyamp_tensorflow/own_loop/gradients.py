@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.rules.clip import gradient_clip
 from polyamp.rules.update_decision import GradStats
 from polyamp_keras.own_loop.gradients import divide_by_scale
 from polyamp_keras.own_loop.scaler_state import ApplyCall
@@ -18,7 +19,7 @@ def unscale_gradients(call: ApplyCall, gradients: list[Any]) -> tuple[list[Any],
     The norm is not computed if neither the flag nor a clip nor a monitor needs it.
     """
     gradients, weight = divide_by_scale(call, gradients)
-    scaler = call.optimizer.scaler
-    if not scaler.checks and call.optimizer.clip_norm is None and call.optimizer.figures is None:
+    optimizer = call.optimizer
+    if not optimizer.scaler.checks and gradient_clip(optimizer.clip).factor is None and optimizer.figures is None:
         return gradients, GradStats(tf.constant(1.0), tf.constant(True), weight)
     return gradients, GradStats(*global_norm_and_finite(gradients), weight)

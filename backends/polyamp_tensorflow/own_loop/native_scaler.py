@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from polyamp.errors import RecipeError, UnsupportedError
 from polyamp.monitor.slots import MonitorSelection
+from polyamp.recipe.clip_limits import ClipLimits, clip_arguments
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.step_checks import check_any_gradient, check_options
 from polyamp_keras.arrays import native_variable
@@ -48,7 +49,7 @@ def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
     Raises:
         RecipeError: no optimizer to wrap.
     """
-    known = ("optimizer", "clip_norm", "clip_value", "clip_eps", "accumulate_steps")
+    known = ("optimizer", *clip_arguments(ClipLimits()), "accumulate_steps")
     check_options(options, known, function="native", backend="tensorflow")
     if "optimizer" not in options:
         raise RecipeError(

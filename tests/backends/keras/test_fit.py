@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -178,6 +178,18 @@ def test_s20_messages_name_the_package_of_this_backend(kind: Any, error: Any, na
     package = "polyamp_tensorflow" if backend == "tensorflow" else "polyamp_keras"
     with pytest.raises(error, match=f"{package}.{name}"):
         polyamp_keras.compile(kind(), RECIPE)
+
+
+def test_s11_a_clip_of_the_recipe_that_the_optimizer_does_not_know_is_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherLimits(NamedTuple):
+        norm: float | None = None
+        quantile: float | None = 0.9
+
+    monkeypatch.setattr(polyamp.Recipe, "clip", property(lambda recipe: OtherLimits(recipe.clip_norm)))
+    with pytest.raises(RecipeError, match="clip_quantile"):
+        polyamp_keras.compile(model, RECIPE, loss="mse")
 
 
 def test_what_is_not_supported_is_refused_by_name(model: Any, backend: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.recipe.clip_limits import ClipLimits
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules.update_decision import GradStats, decide
 from polyamp_keras.arrays import native_variable
@@ -132,5 +131,4 @@ def _apply_without(call: ApplyCall, run: replicas.ReplicaRun, values: ReplicaUpd
     known = {id(v): gradient for v, gradient in zip(call.variables, values.unscaled, strict=True) if id(v) not in ids}
     pairs = [(variable, known.get(id(variable))) for variable in call.all_variables]
     optimizer = call.optimizer
-    limits = ClipLimits(optimizer.clip_norm, optimizer.clip_value, optimizer.clip_eps)
-    run_optimizer(optimizer.inner_optimizer, run, pairs, values.norm, limits, warn=True)
+    run_optimizer(optimizer.inner_optimizer, run, pairs, values.norm, optimizer.clip, warn=True)
