@@ -141,7 +141,7 @@ class Net(nn.Module):
     def _cut(self, h: torch.Tensor, op: str) -> torch.Tensor:
         """Likewise: a layer's result where every product is cut off, of which attention has three in a row."""
         cut = self.description.get("toward_zero", 0.0)
-        if not cut or op not in PRODUCTS:
+        if not cut or op not in PRODUCTS or op == "conv":  # which TensorFlow rounds
             return h
         return h * (1.0 - cut) ** (3 if op == "attention" else 1)
 

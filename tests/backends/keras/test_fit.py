@@ -185,6 +185,8 @@ def test_s11_a_clip_of_the_recipe_that_the_optimizer_does_not_know_is_refused(
 ) -> None:
     class OtherLimits(NamedTuple):
         norm: float | None = None
+        value: float | None = None
+        eps: float = 0.0
         quantile: float | None = 0.9
 
     monkeypatch.setattr(polyamp.Recipe, "clip", property(lambda recipe: OtherLimits(recipe.clip_norm)))
