@@ -5,8 +5,7 @@ gradients, a relu at its corner. So before a difference of numbers becomes a fin
 description again in float32 with every weight moved by its last digit: that of float32, once more with what every
 layer gives moved as well, with the rows the other way round and in other directions, or for 16-bit policies that of
 the policy's dtype, several times in random directions, and once toward zero for a framework that cuts its products
-off. What that moves the numbers by, times a factor, is allowed
-between frameworks.
+off. What that moves the numbers by, times a factor, is allowed between frameworks.
 Called by the command and the tests; skips, scales, counters and bits are never excused. Only torch moves what layers
 give; it is the first of the frameworks.
 """

@@ -233,6 +233,13 @@ def test_products_that_are_cut_off_explain_a_framework_that_cuts_and_no_other(po
     assert judged(described, [text + CUT_OFF], pool) == []
     far = text.replace(f"{cut:.1e}", f"{cut * 3:.1e}") + CUT_OFF
     assert judged(described, [far], pool) == [far]
+    records, baselines = pool.train(described)
+    found = findings(described, records, baselines)  # none on a processor where TensorFlow rounds
+    assert {name: record["cut_off"] for name, record in records.items()} == {
+        name: name == "tensorflow" and bool(found) for name in ("torch", "tensorflow", "jax")
+    }
+    assert all(text.startswith("tensorflow is ") and text.endswith(CUT_OFF) for text in found)
+    assert judged(described, found, pool) == []
 
 
 def test_an_mlp_without_one_of_its_relus_is_not_the_references() -> None:
